@@ -1,0 +1,203 @@
+"""Every setting of the engine: one tree of frozen pydantic models, read from one YAML file.
+
+An unknown key is an error, nothing is overwritten after validation, and what depends on other values is a property.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from qsa.errors import ConfigError
+from qsa.kernels.registry import DEFAULT_SPARSE_ID, DENSE_ID, SparseConfig
+
+MIB = 1 << 20
+
+
+class FrozenModel(BaseModel):
+    """Every configuration object: immutable, and a misspelt key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(FrozenModel):
+    path: str = Field("default", description="`default`, a GGUF file, a model folder, or a Hugging Face id.")
+    name: str | None = Field(None, description="Name that clients use; derived from `path` when not given.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Type of activations and unquantised weights; auto: bfloat16."
+    )
+    quantization: Literal["auto", "none"] = Field(
+        "auto", description="auto: keep the file's low-bit weights packed where a kernel exists; none: dequantise."
+    )
+    max_model_len: int | None = Field(None, gt=0, description="Longest sequence in tokens; default: the model's own.")
+    calibration: str | None = Field(
+        None, description="safetensors file of `qsa calibrate`; default: beside the model, then the shipped ones."
+    )
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Type of K and V; auto: as `dtype`.")
+
+
+class CacheConfig(FrozenModel):
+    device_bytes: int | None = Field(
+        None, gt=0, description="Memory for KV chunks on each stage, in bytes, a multiple of 1 MiB; default: planned."
+    )
+
+    @field_validator("device_bytes")
+    @classmethod
+    def _whole_chunks(cls, value: int | None) -> int | None:
+        if value is not None and value % MIB:
+            raise ValueError(f"device_bytes must be a multiple of 1 MiB, got {value}")
+        return value
+
+
+class SparseSettings(FrozenModel):
+    """One sparse-attention configuration; the fields are those of `qsa.kernels.registry.SparseConfig`."""
+
+    dense: bool = Field(False, description="Attend to everything; the other fields are ignored.")
+    window_size: int = Field(512, gt=0, description="Last tokens, always attended.")
+    sink_size: int = Field(32, gt=0, description="First tokens, always attended.")
+    block_size_coarse: int = Field(1024, gt=0, description="Tokens per block.")
+    block_size_fine: int = Field(64, gt=0, description="Tokens per slice.")
+    top_k_coarse: int = Field(32, gt=0, description="Blocks kept by the first selection.")
+    top_k_fine: int = Field(16, gt=0, description="Slices kept per query and list.")
+    summary: Literal["auto", "code", "sketch", "minmax", "mean"] = Field(
+        "auto", description="What a slice is scored by; auto: code when the model is calibrated, else sketch."
+    )
+    propose: Literal["slices", "blocks"] = Field("slices", description="What the scan proposes.")
+    candidate_factor: int = Field(4, gt=0, description="Proposed slices as a multiple of `top_k_fine`.")
+    rerank: Literal["exact", "none"] = Field("exact", description="How the final list is chosen from the proposed pool.")
+    reselect_every: int | tuple[int, ...] | Literal["auto"] = Field(
+        1, description="Decode steps between two scans; one number, one a layer, or auto: from the calibration."
+    )
+    list_per: Literal["kv_head", "layer"] = Field("kv_head", description="One list a KV head, or one a layer.")
+    prefill_tile: int = Field(64, gt=0, description="Queries that share one list during prefill.")
+    prefill_factor: int = Field(2, gt=0, description="A tile's list is this many times `top_k_fine` slices.")
+
+    def resolve(self, calibrated: bool, scan_every: tuple[int, ...] | None) -> SparseConfig:
+        """The operator's view, with `auto` replaced by what the calibration offers."""
+        values: dict[str, Any] = self.model_dump()
+        if self.summary == "auto":
+            values["summary"] = "code" if calibrated else "sketch"
+        elif self.summary == "code" and not calibrated and not self.dense:
+            raise ConfigError(
+                "sparse.summary is code, but the model has no calibration file: run `qsa calibrate` or use sketch"
+            )
+        if self.reselect_every == "auto":
+            values["reselect_every"] = scan_every or 1
+        return SparseConfig(**values)
+
+
+class LimitsConfig(FrozenModel):
+    max_sequences: int = Field(8, gt=0, description="Sequences that hold KV at the same time.")
+    max_waiting: int = Field(64, ge=0, description="Requests that may wait; one more is refused as busy (429).")
+    prefill_chunk: int = Field(512, gt=0, description="Tokens of a prompt computed in one step, a multiple of 64.")
+    growth_horizon: int = Field(256, gt=0, description="Tokens of growth that admission keeps room for.")
+    max_body_bytes: int = Field(32 * MIB, gt=0, description="Largest HTTP request body.")
+
+    @field_validator("prefill_chunk")
+    @classmethod
+    def _whole_tiles(cls, value: int) -> int:
+        if value % 64:
+            raise ValueError(f"prefill_chunk must be a multiple of 64, got {value}")
+        return value
+
+
+class PipelineConfig(FrozenModel):
+    num_stages: int = Field(2, gt=0, description="Stage actors; each holds a run of layers.")
+    lanes: int = Field(2, gt=0, le=2, description="Micro-batches in flight.")
+    split: tuple[int, ...] | None = Field(None, description="Layers of each stage; default: balanced.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where stages compute.")
+    threads_per_stage: int | None = Field(None, gt=0, description="CPU threads of a stage; default: cores / stages.")
+    cpus_per_stage: float = Field(0.5, ge=0, description="CPUs that Ray reserves for a stage (a reservation, not a limit).")
+    start_timeout_s: float = Field(120.0, gt=0, description="Longest start of all actors, in seconds.")
+
+
+class ServerConfig(FrozenModel):
+    host: str = Field("127.0.0.1", description="Address the HTTP server listens on.")
+    port: int = Field(8000, gt=0, lt=65536, description="Port of the HTTP server.")
+    api_keys: tuple[str, ...] = Field((), description="Accepted bearer tokens; empty: no authentication.")
+    keepalive_s: float = Field(5.0, gt=0, description="A silent stream sends an SSE comment this often, in seconds.")
+    drain_s: float = Field(30.0, ge=0, description="Longest wait for open streams at shutdown, in seconds.")
+    default_max_tokens: int | None = Field(None, gt=0, description="max_tokens of a request without it; default: what fits.")
+
+
+def _default_sparse() -> dict[int, SparseSettings]:
+    return {DENSE_ID: SparseSettings(dense=True), DEFAULT_SPARSE_ID: SparseSettings()}
+
+
+class EngineConfig(FrozenModel):
+    """The whole tree. `EngineConfig()` serves the default model on this machine."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    sparse: dict[int, SparseSettings] = Field(
+        default_factory=_default_sparse, description="Sparse-attention configurations by id; 0 must be dense."
+    )
+    default_sparse_id: int = Field(DEFAULT_SPARSE_ID, description="Configuration of a request that names none.")
+    limits: LimitsConfig = LimitsConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    server: ServerConfig = ServerConfig()
+
+    @model_validator(mode="after")
+    def _known_ids(self) -> Self:
+        if DENSE_ID not in self.sparse or not self.sparse[DENSE_ID].dense:
+            raise ValueError(f"sparse.{DENSE_ID} must be there and dense: it is the baseline")
+        if self.default_sparse_id not in self.sparse:
+            raise ValueError(f"default_sparse_id is {self.default_sparse_id}, but sparse has {sorted(self.sparse)}")
+        return self
+
+    @model_validator(mode="after")
+    def _split_matches(self) -> Self:
+        split = self.pipeline.split
+        if split is not None and len(split) != self.pipeline.num_stages:
+            raise ValueError(f"pipeline.split has {len(split)} entries, but pipeline.num_stages is {self.pipeline.num_stages}")
+        return self
+
+
+def explain(error: ValidationError) -> str:
+    """A validation error as one line a setting: full name, what is wrong, what was found."""
+    lines = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"]) or "config"
+        message = item["msg"].removeprefix("Value error, ")
+        lines.append(f"{name}: {message}, got {item['input']!r}" if "got" not in message else f"{name}: {message}")
+    return "; ".join(lines)
+
+
+def make_config(values: dict[str, Any]) -> EngineConfig:
+    """Validate a nested dict of settings.
+
+    Raises:
+        ConfigError: naming every wrong setting in one line.
+    """
+    try:
+        return EngineConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error)) from None
+
+
+def load_config(path: str | Path | None, overrides: dict[str, Any] | None = None) -> EngineConfig:
+    """Read a YAML file, lay dotted `overrides` such as {"limits.max_sequences": 4} over it, validate.
+
+    Raises:
+        ConfigError: the file is missing, not YAML, or holds a wrong setting.
+    """
+    values: Any = {}
+    if path is not None:
+        try:
+            values = yaml.safe_load(Path(path).read_text()) or {}
+        except OSError as error:
+            raise ConfigError(f"cannot read config file {path}: {error.strerror}") from None
+        except yaml.YAMLError as error:
+            raise ConfigError(f"config file {path} is not YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"config file {path} must hold a mapping, found {type(values).__name__}")
+    for name, value in (overrides or {}).items():
+        *parents, leaf = name.split(".")
+        node = values
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return make_config(values)
