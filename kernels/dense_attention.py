@@ -1,0 +1,111 @@
+"""Dense attention over paged K and V: the baseline that every sparse configuration is measured against.
+
+Both forms read a sequence in parts and merge the parts by their log-sum-exp, so that no mask is ever materialised:
+a decode query page by page, a prefill chunk as everything before the chunk (no mask) and the chunk itself (causal).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from qsa.kernels.registry import Operator, register
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float, *, is_causal: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention and its log-sum-exp. q [batch, heads, num_q, head_dim]; k, v [batch, heads, num_k, head_dim].
+
+    Returns:
+        out [batch, heads, num_q, head_dim] in q's dtype, lse [batch, heads, num_q] in float32.
+    """
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=sm_scale)
+    return out, lse
+
+
+def merge_attention(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Attention over the union of disjoint key sets, from the attention over each. All outs [.., head_dim], lses [..]."""
+    if len(outs) == 1:
+        return outs[0]
+    weights = torch.softmax(torch.stack(tuple(lses)), 0).unsqueeze(-1)  # [parts, .., 1]
+    merged = outs[0] * weights[0]
+    for out, weight in zip(outs[1:], weights[1:]):
+        merged = torch.addcmul(merged, out.to(merged.dtype), weight)
+    return merged.to(outs[0].dtype)
+
+
+def dense_decode(q: torch.Tensor, pages: torch.Tensor, chunks: Sequence[int], seq_len: int, sm_scale: float) -> torch.Tensor:
+    """One query against all `seq_len` tokens of its sequence.
+
+    Args:
+        q:      [num_q_heads, head_dim]
+        pages:  [num_chunks, num_kv_heads, 2, page_size, head_dim]
+        chunks: chunk number of every page of the sequence in this layer.
+
+    Returns:
+        [num_q_heads, head_dim]
+    """
+    _, num_kv_heads, _, page_size, head_dim = pages.shape
+    grouped = q.view(1, num_kv_heads, -1, head_dim)  # the heads of a group are queries of one KV head
+    outs, lses = [], []
+    for page, first in enumerate(range(0, seq_len, page_size)):
+        length = min(page_size, seq_len - first)
+        page_kv = pages[chunks[page]]
+        out, lse = attend(grouped, page_kv[None, :, 0, :length], page_kv[None, :, 1, :length], sm_scale)
+        outs.append(out)
+        lses.append(lse)
+    return merge_attention(outs, lses).reshape(q.shape)
+
+
+def gather_tokens(pages: torch.Tensor, chunks: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of tokens [0, seq_len), each [num_kv_heads, seq_len, head_dim], copied out of their pages.
+
+    chunks: int64, chunk numbers of at least the pages that hold these tokens.
+    """
+    _, num_kv_heads, _, page_size, head_dim = pages.shape
+    out = pages.new_empty(2, num_kv_heads, seq_len, head_dim)
+    for page, first in enumerate(range(0, seq_len, page_size)):
+        length = min(page_size, seq_len - first)
+        out[:, :, first : first + length] = pages[int(chunks[page]), :, :, :length].transpose(0, 1)
+    return out[0], out[1]
+
+
+def dense_prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -> torch.Tensor:
+    """Causal attention of the last `num_tokens` tokens of a sequence.
+
+    Args:
+        q:    [num_tokens, num_q_heads, head_dim]
+        k, v: [num_kv_heads, seq_len, head_dim], the queries are the last tokens of it.
+
+    Returns:
+        [num_tokens, num_q_heads, head_dim]
+    """
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads, seq_len, _ = k.shape
+    group_size = num_q_heads // num_kv_heads
+    past = seq_len - num_tokens
+    heads = q.transpose(0, 1).contiguous()  # [num_q_heads, num_tokens, head_dim]
+    own_k = k[:, past:].repeat_interleave(group_size, 0)
+    own_v = v[:, past:].repeat_interleave(group_size, 0)
+    out, lse = attend(heads[None], own_k[None], own_v[None], sm_scale, is_causal=True)
+    if past:
+        grouped = heads.view(1, num_kv_heads, group_size * num_tokens, head_dim)
+        far, far_lse = attend(grouped, k[None, :, :past], v[None, :, :past], sm_scale)
+        out = merge_attention((far.view(out.shape), out), (far_lse.view(lse.shape), lse))
+    return out[0].transpose(0, 1)
+
+
+class DenseAttention(Operator):
+    """Dense attention on the CPU; `forward` is the decode form, `forward_prefill` the other."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return dense_decode(*args, **kwargs)
+
+    def forward_prefill(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return dense_prefill(*args, **kwargs)
+
+
+register("dense_attention", "torch", DenseAttention)
