@@ -94,7 +94,7 @@ def dense_prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: f
     if past:
         grouped = heads.view(1, num_kv_heads, group_size * num_tokens, head_dim)
         far, far_lse = attend(grouped, k[None, :, :past], v[None, :, :past], sm_scale)
-        out = merge_attention((far.view(out.shape), out), (far_lse.view(lse.shape), lse))
+        out = merge_attention((far.reshape(out.shape), out), (far_lse.reshape(lse.shape), lse))
     return out[0].transpose(0, 1)
 
 
