@@ -1,0 +1,226 @@
+"""x @ W.T for weights of 4 and 8 bits, on PyTorch's own packed CPU kernels.
+
+Int4Linear   groups of 32 with a scale and a minimum (GGUF's Q4_0 and Q4_1, value for value).
+Int8Linear   one scale a row; other groupings are requantised, at an error of at most half a step of the row.
+Int8Head     the same weights with float32 results: the activations are split into two int8 planes of 15 bits
+             together and multiplied in exact integer arithmetic, so logits are not rounded to bfloat16.
+
+All three give a row the same bits however many rows are computed together. For prefill the weights are wanted in
+bfloat16: as a copy, when the caller allows the memory, or dequantised in pieces on the fly.
+
+Reference: kernels/quant_linear_ref.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from qsa.kernels.linear import FloatLinear
+from qsa.kernels.quant_linear_ref import dequantize_groups_ref
+from qsa.kernels.registry import Operator, register
+
+GROUP = 32  # values that share a scale in the 4-bit kernel's layout
+PREFILL_ROWS = 48  # from this many rows a bfloat16 product is faster than the packed kernels
+PIECE_BYTES = 4 << 20  # bfloat16 weights made at a time when they are dequantised on the fly
+ROW_TILE = 16  # the packed 4-bit layout wants a multiple of this many output rows
+
+
+def bfloat16_scale_and_zero(
+    values: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel's form w = (q - 8) * scale + zero, both in bfloat16, with the group's mean kept.
+
+    Rounding the scale tilts a group around q = 8; the zero takes up what that moves its mean.
+    """
+    rounded = scale.to(torch.bfloat16)
+    mean = values.view(*scale.shape, GROUP).float().mean(-1)
+    zero = minimum + scale * mean - rounded.float() * (mean - 8)
+    return rounded, zero.to(torch.bfloat16)
+
+
+class Int4Linear(Operator):
+    """x @ W.T + bias with 4-bit W, for bfloat16 activations."""
+
+    def init(  # type: ignore[override]
+        self,
+        *,
+        values: torch.Tensor,
+        scale: torch.Tensor,
+        minimum: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        keep_prefill_copy: bool = True,
+        **sizes: Any,
+    ) -> None:
+        """Pack W.
+
+        Args:
+            values:   [out_features, in_features], 0 to 15
+            scale:    [out_features, in_features / 32] float32
+            minimum:  like scale; w = scale * value + minimum
+            bias:     [out_features] bfloat16
+            keep_prefill_copy: hold W in bfloat16 beside the packed form (2 bytes a weight), else two values a byte
+        """
+        out_features, in_features = values.shape
+        if in_features % GROUP or scale.shape != (out_features, in_features // GROUP):
+            raise ValueError(
+                f"values are {list(values.shape)}, so scale must have a column per {GROUP}, got {list(scale.shape)}"
+            )
+        self._out_features = out_features
+        short = -out_features % ROW_TILE
+        rounded, zero = bfloat16_scale_and_zero(values, scale, minimum)
+        packed_values = F.pad(values, (0, 0, 0, short)).to(torch.int32)
+        self._packed: torch.Tensor | None = torch._convert_weight_to_int4pack_for_cpu(packed_values, 1)
+        scale_and_zero = torch.stack((rounded.T, zero.T), dim=-1)  # [in_features / 32, out_features, 2]
+        self._scale_and_zero: torch.Tensor | None = F.pad(scale_and_zero, (0, 0, 0, short)).contiguous()
+        self._is_padded = short > 0
+        self._bias = bias
+        self._copy: torch.Tensor | None = None
+        self._nibbles: torch.Tensor | None = None
+        if keep_prefill_copy:
+            self._copy = dequantize_groups_ref(values, scale.float(), minimum.float()).to(torch.bfloat16)
+        else:
+            self._nibbles = (values[:, ::2] | values[:, 1::2] << 4).to(torch.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights held."""
+        held = (self._packed, self._scale_and_zero, self._bias, self._copy, self._nibbles)
+        return sum(t.nbytes for t in held if t is not None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_rows, in_features] to [num_rows, out_features]; a row's result does not depend on the other rows."""
+        out = torch._weight_int4pack_mm_for_cpu(x, self._packed, GROUP, self._scale_and_zero)  # type: ignore[arg-type]
+        if self._is_padded:
+            out = out[:, : self._out_features].contiguous()
+        return out if self._bias is None else out.add_(self._bias)
+
+    def forward_prefill(self, x: torch.Tensor) -> torch.Tensor:
+        """The same for the rows of one prefill chunk."""
+        if x.shape[0] < PREFILL_ROWS:
+            return self.forward(x)
+        if self._copy is not None:
+            return F.linear(x, self._copy, self._bias)
+        assert self._nibbles is not None and self._scale_and_zero is not None
+        out = x.new_empty(x.shape[0], self._out_features)
+        rows = max(1, PIECE_BYTES // (2 * x.shape[1]))
+        for first in range(0, self._out_features, rows):
+            nibbles = self._nibbles[first : first + rows]
+            values = torch.stack((nibbles & 15, nibbles >> 4), dim=-1).flatten(1)
+            scale, zero = self._scale_and_zero[:, first : first + nibbles.shape[0]].transpose(0, 1).unbind(-1)
+            weight = dequantize_groups_ref(values.sub_(8).view(torch.int8), scale.contiguous(), zero)
+            out[:, first : first + rows] = F.linear(x, weight)
+        return out if self._bias is None else out.add_(self._bias)
+
+    def free(self) -> None:
+        self._packed = self._scale_and_zero = self._bias = self._copy = self._nibbles = None
+
+
+def quantize_rows(weight: torch.Tensor, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 values and one scale a row, w = scale * value; the scale is chosen among the numbers of `scale_dtype`.
+
+    Args:
+        weight: [out_features, in_features] float32
+
+    Returns:
+        values [out_features, in_features] int8 and scale [out_features] in `scale_dtype`.
+    """
+    scale = (weight.abs().amax(1) / 127).clamp_(min=torch.finfo(torch.float32).tiny).to(scale_dtype)
+    values = (weight / scale.float().unsqueeze(1)).round_().clamp_(-127, 127).to(torch.int8)
+    return values, scale
+
+
+class Int8Linear(Operator):
+    """x @ W.T + bias with 8-bit W and one scale a row, for bfloat16 activations."""
+
+    def init(  # type: ignore[override]
+        self, *, weight: torch.Tensor, bias: torch.Tensor | None = None, keep_prefill_copy: bool = True, **sizes: Any
+    ) -> None:
+        """Quantise `weight` [out_features, in_features] float32; `bias` [out_features] is bfloat16."""
+        values, scale = quantize_rows(weight, torch.bfloat16)
+        self._values: torch.Tensor | None = values
+        self._scale: torch.Tensor | None = scale
+        self._bias = bias
+        self._copy = weight.to(torch.bfloat16) if keep_prefill_copy else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights held."""
+        return sum(t.nbytes for t in (self._values, self._scale, self._bias, self._copy) if t is not None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_rows, in_features] to [num_rows, out_features]; a row's result does not depend on the other rows."""
+        out = torch._weight_int8pack_mm(x, self._values, self._scale)  # type: ignore[arg-type]
+        return out if self._bias is None else out.add_(self._bias)
+
+    def forward_prefill(self, x: torch.Tensor) -> torch.Tensor:
+        """The same for the rows of one prefill chunk."""
+        if x.shape[0] < PREFILL_ROWS:
+            return self.forward(x)
+        if self._copy is not None:
+            return F.linear(x, self._copy, self._bias)
+        assert self._values is not None and self._scale is not None
+        pieces = self._values.chunk(-(-2 * self._values.numel() // PIECE_BYTES))
+        out = torch.cat([F.linear(x, piece.to(torch.bfloat16)) for piece in pieces], dim=1).mul_(self._scale)
+        return out if self._bias is None else out.add_(self._bias)
+
+    def free(self) -> None:
+        self._values = self._scale = self._bias = self._copy = None
+
+
+class Int8Head(Operator):
+    """float32 logits x @ W.T with 8-bit W and one scale a row; x is split into two int8 planes, exact to 15 bits."""
+
+    def init(  # type: ignore[override]
+        self, *, weight: torch.Tensor, keep_batch_copy: bool = True, **sizes: Any
+    ) -> None:
+        """Quantise `weight` [vocab_size, hidden_size] float32.
+
+        keep_batch_copy: hold W a second time in the order that is faster from two rows on (1 byte a weight).
+        """
+        values, scale = quantize_rows(weight, torch.float32)
+        self._values: torch.Tensor | None = values.T  # [hidden_size, vocab_size], column by column: fastest for one row
+        self._batch_values: torch.Tensor | None = self._values.contiguous() if keep_batch_copy else self._values
+        self._scale: torch.Tensor | None = scale
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights held."""
+        if self._values is None or self._scale is None:
+            return 0
+        return self._values.nbytes * (1 if self._batch_values is self._values else 2) + self._scale.nbytes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_rows, hidden_size] in any float type to [num_rows, vocab_size] float32; rows are independent of each other.
+
+        Integer sums are exact, so whichever way the library computes them, the bits are the same.
+        """
+        assert self._values is not None and self._batch_values is not None and self._scale is not None
+        num_rows = x.shape[0]
+        x = x.float()
+        step = x.abs().amax(1, keepdim=True).div_(127 * 128 + 63).clamp_(min=torch.finfo(torch.float32).tiny)
+        whole = x.div(step).round_()
+        high = whole.div(128).round_()  # -127 .. 127
+        planes = torch.cat((high, whole.sub_(high, alpha=128))).to(torch.int8)  # the low plane is within -64 .. 64
+        if num_rows == 1:
+            high_sum, low_sum = (torch._int_mm(plane, self._values) for plane in planes.chunk(2))
+        else:
+            high_sum, low_sum = torch._int_mm(planes, self._batch_values).chunk(2)
+        out = low_sum.float().add_(high_sum, alpha=128)  # in float32: the sum may exceed 31 bits
+        return out.mul_(step).mul_(self._scale)
+
+    def forward_prefill(self, x: torch.Tensor) -> torch.Tensor:
+        """As `forward`: the logits of a prompt's last token are computed like any other's."""
+        return self.forward(x)
+
+    def free(self) -> None:
+        self._values = self._batch_values = self._scale = None
+
+
+register("int4_linear", "torch", Int4Linear)
+register("int8_linear", "torch", Int8Linear)
+register("int8_head", "torch", Int8Head)
+
+LinearOperator = FloatLinear | Int4Linear | Int8Linear | Int8Head
