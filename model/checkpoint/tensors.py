@@ -62,7 +62,7 @@ class WeightFiles:
     def read(self, tensor: StoredTensor) -> torch.Tensor:
         """The stored bytes of a tensor, uint8 [nbytes], in memory of its own."""
         out = torch.empty(tensor.nbytes, dtype=torch.uint8)
-        view = memoryview(out.numpy())
+        view = out.numpy().data
         try:
             if tensor.file not in self._handles:
                 self._handles[tensor.file] = os.open(tensor.file, os.O_RDONLY)
@@ -161,7 +161,8 @@ def check_tensors(spec: ModelSpec, found: Mapping[str, StoredTensor], extra: Ite
         tensor = found.get(name)
         if tensor is not None and tensor.shape != shape:
             problems.append(
-                f"{tensor.file}: tensor {tensor.stored_name} has shape {list(tensor.shape)}, the configuration says {list(shape)}"
+                f"{tensor.file}: tensor {tensor.stored_name} has shape {list(tensor.shape)},"
+                f" the configuration says {list(shape)}"
             )
         if tensor is not None and len(shape) == 1 and tensor.kind not in FLOAT_KINDS:
             problems.append(
