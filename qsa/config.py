@@ -36,7 +36,9 @@ class ModelConfig(FrozenModel):
     calibration: str | None = Field(
         None, description="safetensors file of `qsa calibrate`; default: beside the model, then the shipped ones."
     )
-    kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Type of K and V; auto: as `dtype`.")
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Type of K and V; auto: as `dtype`."
+    )
 
 
 class CacheConfig(FrozenModel):
@@ -133,12 +135,20 @@ class EngineConfig(FrozenModel):
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     sparse: dict[int, SparseSettings] = Field(
-        default_factory=_default_sparse, description="Sparse-attention configurations by id; 0 must be dense."
+        default_factory=_default_sparse,
+        description="Sparse-attention configurations by id, laid over the built-in 0 (dense) and 1; 0 must stay dense.",
     )
     default_sparse_id: int = Field(DEFAULT_SPARSE_ID, description="Configuration of a request that names none.")
     limits: LimitsConfig = LimitsConfig()
     pipeline: PipelineConfig = PipelineConfig()
     server: ServerConfig = ServerConfig()
+
+    @field_validator("sparse", mode="before")
+    @classmethod
+    def _over_built_in(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {**_default_sparse(), **{int(key) if str(key).isdigit() else key: item for key, item in value.items()}}
 
     @model_validator(mode="after")
     def _known_ids(self) -> Self:
@@ -194,10 +204,15 @@ def load_config(path: str | Path | None, overrides: dict[str, Any] | None = None
             raise ConfigError(f"config file {path} is not YAML: {' '.join(str(error).split())}") from None
         if not isinstance(values, dict):
             raise ConfigError(f"config file {path} must hold a mapping, found {type(values).__name__}")
+        values = {name: value for name, value in values.items() if value is not None}  # a section with every line commented out
     for name, value in (overrides or {}).items():
-        *parents, leaf = name.split(".")
+        *parents, leaf = (int(part) if part.isdigit() else part for part in name.split("."))
         node = values
         for parent in parents:
-            node = node.setdefault(parent, {})
+            if node.get(parent) is None:
+                node[parent] = {}
+            node = node[parent]
+            if not isinstance(node, dict):
+                raise ConfigError(f"{name}: {parent} is a single value, not a section")
         node[leaf] = value
     return make_config(values)

@@ -1,0 +1,70 @@
+"""`qsa bench`: prefill and decode at some prompt lengths, through HTTP and every actor, as a table."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import AsyncIterator
+
+from rich.table import Table
+
+from qsa.client import Client
+from qsa.commands.demo import DOCUMENT
+from qsa.errors import ConfigError
+from qsa.measure import Pace, pace_of, time_completion
+from qsa.settings import config_from
+from qsa.terminal import console, server_at, working
+
+PROBE_TOKENS = 16
+
+
+def parse_lengths(text: str) -> list[int]:
+    """Prompt lengths from `128,4096`.
+
+    Raises:
+        ConfigError: something in it is not a positive whole number.
+    """
+    try:
+        lengths = [int(part) for part in text.split(",")]
+    except ValueError:
+        lengths = [0]
+    if min(lengths) < 1:
+        raise ConfigError(f"--context wants prompt lengths in tokens, such as 128,4096, got {text!r}")
+    return lengths
+
+
+def text_of(document: str, num_tokens: int, characters_per_token: float) -> str:
+    """About `num_tokens` tokens of the document, repeated when it is shorter."""
+    length = max(1, int(num_tokens * characters_per_token))
+    return (document * (length // len(document) + 1))[:length]
+
+
+async def measure(url: str, args: argparse.Namespace, lengths: list[int]) -> AsyncIterator[Pace]:
+    document = DOCUMENT.read_text(encoding="utf-8")
+    extra = {} if args.sparse is None else {"sparse_id": args.sparse}
+    async with Client(url, args.api_key) as client:
+        sample = document[:4096]
+        probe = await time_completion(client, sample, PROBE_TOKENS, extra)  # warms up, and tells how long a token is
+        ratio = len(sample) / probe.prompt_tokens
+        for length in lengths:
+            prompt = text_of(document, length, ratio)
+            yield pace_of([await time_completion(client, prompt, args.tokens, extra) for _ in range(args.repeat)])
+
+
+async def _collect(url: str, args: argparse.Namespace, lengths: list[int]) -> list[Pace]:
+    return [pace async for pace in measure(url, args, lengths)]
+
+
+def run(args: argparse.Namespace) -> int:
+    lengths = parse_lengths(args.context)
+    if args.tokens < 2 or args.repeat < 1:
+        raise ConfigError(f"--tokens must be at least 2 and --repeat at least 1, got {args.tokens} and {args.repeat}")
+    with server_at(args.url, config_from(args)) as url, working("measuring"):
+        paces = asyncio.run(_collect(url, args, lengths))
+    table = Table("context", "first token s", "prefill tokens/s", "decode ms/token", "tokens/s", "spread", "attended", box=None)
+    for pace in paces:
+        attended = "" if pace.attended_share is None else f"{pace.attended_share:.0%}"
+        figures = (f"{pace.first_token_s:.3f}", f"{pace.prefill_tokens_per_s:.0f}", f"{pace.decode_ms:.2f}")
+        table.add_row(str(pace.prompt_tokens), *figures, f"{pace.decode_tokens_per_s:.1f}", f"{pace.spread:.0%}", attended)
+    console.print(table)
+    return 0

@@ -1,0 +1,130 @@
+"""`qsa doctor`: one line for each thing that must be right before an engine starts here, and what to do when it is not."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from qsa import __version__
+from qsa.config import EngineConfig
+from qsa.errors import QSAError
+from qsa.settings import config_from
+from qsa.terminal import console
+
+GIB = 1 << 30
+STYLES = {"ok": "green", "note": "yellow", "fail": "red"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was looked at, how it stands, and what was found."""
+
+    subject: str
+    state: Literal["ok", "note", "fail"]
+    text: str
+
+
+def check_python() -> Finding:
+    version = platform.python_version()
+    good = sys.version_info >= (3, 11)
+    return Finding("python", "ok" if good else "fail", f"{version} at {sys.executable}" if good else f"{version}, wants 3.11")
+
+
+def check_packages() -> Iterator[Finding]:
+    """Installed versions against what the package asks for."""
+    from packaging.requirements import Requirement  # noqa: PLC0415 - only here, and it comes with the dependencies
+
+    wanted = [Requirement(text) for text in importlib.metadata.requires("qsa") or []]
+    for name in ("torch", "ray"):
+        requirement = next((item for item in wanted if item.name == name), None)
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(name, "fail", f"not installed; wants {requirement}")
+            continue
+        good = requirement is None or requirement.specifier.contains(version, prereleases=True)
+        yield Finding(name, "ok" if good else "fail", version if good else f"{version}, wants {requirement}")
+
+
+def check_gpu(device: str) -> Finding:
+    import torch  # noqa: PLC0415 - seconds to import; the findings before it are printed at once
+
+    if not torch.cuda.is_available():
+        if device == "cuda":
+            return Finding("gpu", "fail", "pipeline.device is cuda, but torch finds no GPU")
+        return Finding("gpu", "note", "none: the engine computes on the CPU")
+    cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return Finding("gpu", "ok", ", ".join(f"{card.name} {card.total_memory / GIB:.0f} GiB" for card in cards))
+
+
+def check_memory() -> Iterator[Finding]:
+    """Free memory of the host, and the shared memory that Ray's object store lies in."""
+    from qsa.memory.budget import available_host_bytes  # noqa: PLC0415 - imports torch
+
+    free = available_host_bytes()
+    yield Finding("memory", "ok" if free > 3 * GIB else "note", f"{free / GIB:.1f} GiB available, {os.cpu_count()} cores")
+    shm = Path("/dev/shm")
+    if shm.is_dir():
+        usage = shutil.disk_usage(shm)
+        text = f"{usage.free / GIB:.1f} GiB free in /dev/shm"
+        small = usage.free < GIB // 2
+        yield Finding(
+            "shared memory", "note" if small else "ok", text + ("; start the container with --shm-size=1g" if small else "")
+        )
+
+
+def check_port(host: str, port: int) -> Finding:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return Finding("port", "fail", f"{host}:{port}: {error.strerror}; choose another with --port (server.port)")
+    open_to = "this machine only" if host.startswith("127.") else "the network: set server.api_keys"
+    return Finding("port", "ok", f"{host}:{port} is free; reachable from {open_to}")
+
+
+def check_model(config: EngineConfig) -> Finding:
+    from qsa.model.checkpoint.load import open_checkpoint  # noqa: PLC0415 - imports torch
+
+    try:
+        checkpoint = open_checkpoint(config.model.path)
+    except QSAError as error:
+        return Finding("model", "fail", str(error))
+    spec = checkpoint.spec
+    size = checkpoint.stage_weight_bytes(0, spec.num_layers) / (1 << 20)
+    return Finding("model", "ok", f"{checkpoint.path}: {spec.architecture}, {spec.num_layers} layers, {size:.0f} MiB")
+
+
+def findings(config: EngineConfig) -> Iterator[Finding]:
+    """Every check in turn, the quick ones first."""
+    yield Finding("qsa", "ok", __version__)
+    yield check_python()
+    yield from check_packages()
+    yield check_port(config.server.host, config.server.port)
+    slow: list[Callable[[], Iterator[Finding]]] = [
+        check_memory,
+        lambda: iter([check_gpu(config.pipeline.device)]),
+        lambda: iter([check_model(config)]),
+    ]
+    for check in slow:
+        yield from check()
+
+
+def run(args: argparse.Namespace) -> int:
+    failed = 0
+    for finding in findings(config_from(args)):
+        failed += finding.state == "fail"
+        mark = {"ok": "ok  ", "note": "note", "fail": "FAIL"}[finding.state]
+        console.print(f"[{STYLES[finding.state]}]{mark}[/]", end=" ")
+        console.print(f"{finding.subject:14} {finding.text}", markup=False)
+    return 1 if failed else 0

@@ -1,0 +1,24 @@
+"""`qsa serve`: the engine on Ray Serve, in the foreground, until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from qsa.serve_app.run import serve_blocking
+from qsa.settings import config_from
+
+
+def run(args: argparse.Namespace) -> int:
+    config = config_from(args)
+    server = config.server
+
+    def on_ready() -> None:
+        url = f"http://{server.host}:{server.port}"
+        print(
+            f"serving {config.model.name or config.model.path} on {url} (OpenAI base URL {url}/v1); Ctrl-C stops",
+            file=sys.stderr,
+        )
+
+    serve_blocking(config, on_ready)
+    return 0
