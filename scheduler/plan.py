@@ -67,7 +67,10 @@ class StepPlan:
     @classmethod
     def from_bytes(cls, data: bytes) -> StepPlan:
         epoch, step, lane, items, opened, released = msgpack.unpackb(data, use_list=False, strict_map_key=False)
-        steps = tuple(SequenceStep(*i[:5], sampling=_sampling(i[5]), counts=i[6]) for i in items)
+        steps = tuple(
+            SequenceStep(request_id, slot, start, token_ids, is_prefill, _sampling(sampling), counts)
+            for request_id, slot, start, token_ids, is_prefill, sampling, counts in items
+        )
         return cls(epoch, step, lane, steps, opened, released)
 
 

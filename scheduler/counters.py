@@ -1,0 +1,35 @@
+"""SchedulerCounters: what the scheduler has now and what has happened so far, for statistics and metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SchedulerCounters:
+    """The first five return to zero when all work is done; the totals only grow.
+
+    Attributes:
+        num_slots:        slots in use or still to be released.
+        held_chunks:      one number a stage, once every plan so far has run.
+        generated_tokens: sampled tokens, each once.
+        computed_tokens:  tokens computed, also of prompts, also again after a preemption.
+        steps:            plans made.
+    """
+
+    num_waiting: int
+    num_running: int
+    num_in_flight: int
+    num_slots: int
+    held_chunks: tuple[int, ...]
+    pool_chunks: tuple[int, ...]
+    added: int
+    finished: int
+    aborted: int
+    failed: int
+    refused: int
+    preempted: int
+    generated_tokens: int
+    computed_tokens: int
+    steps: int
+    tokens_per_s: float

@@ -1,0 +1,60 @@
+"""How fast work gets done: tokens per second, time of a step, typical length of an answer. Feeds Retry-After."""
+
+from __future__ import annotations
+
+from collections import deque
+
+WINDOW_S = 30.0
+SMOOTHING = 0.2  # weight of the newest value in a running mean
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 300.0
+
+
+class RunningMean:
+    """An exponentially weighted mean; None before the first value."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+
+    def add(self, value: float) -> None:
+        self.value = value if self.value is None else self.value + SMOOTHING * (value - self.value)
+
+
+class Rates:
+    """Measured over the last WINDOW_S seconds, or as running means."""
+
+    def __init__(self) -> None:
+        self.chunk_ms = RunningMean()  # a step with a chunk of a prompt
+        self.decode_ms = RunningMean()  # a step without
+        self.completion_len = RunningMean()
+        self._steps: deque[tuple[float, int]] = deque()
+        self._window_tokens = 0
+
+    def add_step(self, now: float, num_tokens: int, has_prefill: bool, compute_ms: float) -> None:
+        """Count a step's tokens and its computing time; 0 ms means not measured."""
+        self._steps.append((now, num_tokens))
+        self._window_tokens += num_tokens
+        self._drop_old(now)
+        if compute_ms > 0:
+            (self.chunk_ms if has_prefill else self.decode_ms).add(compute_ms)
+
+    def tokens_per_s(self, now: float) -> float:
+        """Tokens computed per second, prompts and generated together; 0 when nothing ran lately."""
+        self._drop_old(now)
+        if not self._steps:
+            return 0.0
+        return self._window_tokens / max(now - self._steps[0][0], 0.1)
+
+    def expected_completion(self, max_tokens: int) -> float:
+        """Tokens that an answer will have: as the last ones had, at most `max_tokens`."""
+        return min(max_tokens, self.completion_len.value if self.completion_len.value is not None else max_tokens)
+
+    def retry_after_s(self, now: float, backlog_tokens: float, num_requests: int) -> float:
+        """Seconds until one of `num_requests` requests, which have `backlog_tokens` to go together, should be done."""
+        speed = self.tokens_per_s(now)
+        if speed <= 0 or num_requests == 0:
+            return MIN_RETRY_S
+        return min(MAX_RETRY_S, max(MIN_RETRY_S, backlog_tokens / num_requests / speed))
+
+    def _drop_old(self, now: float) -> None:
+        while self._steps and now - self._steps[0][0] > WINDOW_S:
+            self._window_tokens -= self._steps.popleft()[1]
