@@ -1,0 +1,248 @@
+"""The pieces of a decoder: token embedding, linear layers in the form a checkpoint allows, one decoder layer, the head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from qsa.kernels.linear import FloatLinear
+from qsa.kernels.pointwise import double, rms_norm, rms_norm_rows, rotate, silu_multiply
+from qsa.kernels.quant_linear import Int4Linear, Int8Head, Int8Linear
+from qsa.model.attention import AttentionStep, StageAttention
+from qsa.model.checkpoint.quantized import QuantizedTensor
+from qsa.model.spec import ModelSpec
+
+Weight = torch.Tensor | QuantizedTensor
+ReadWeight = Callable[[str], Weight]
+
+
+class Linear(Protocol):
+    """What every linear operator offers; see kernels/linear.py."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def forward_prefill(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def free(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class WeightPolicy:
+    """In which form weights are held.
+
+    Attributes:
+        dtype:        type of activations, and of weights that are not packed.
+        is_packed:    keep 4- and 8-bit weights packed where a kernel exists.
+        keeps_copies: hold faster copies beside packed weights, for prefill and for batches.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    is_packed: bool
+    keeps_copies: bool
+
+    def to_float(self, weight: Weight) -> torch.Tensor:
+        """The weight in the activations' type."""
+        plain = weight.dequantize(self.dtype) if isinstance(weight, QuantizedTensor) else weight
+        return plain.to(device=self.device, dtype=self.dtype)
+
+    def kernel_of(self, weight: Weight) -> str:
+        """Which linear operator holds the weight: int4, int8 or float."""
+        if not self.is_packed or not isinstance(weight, QuantizedTensor):
+            return "float"
+        return {"Q4_0": "int4", "Q4_1": "int4", "Q8_0": "int8"}.get(weight.kind, "float")
+
+
+class JoinedLinear:
+    """Linear layers of one input whose weights need different operators; their outputs lie side by side."""
+
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        self._parts = tuple(parts)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self._parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part.forward(x) for part in self._parts], dim=1)
+
+    def forward_prefill(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part.forward_prefill(x) for part in self._parts], dim=1)
+
+    def free(self) -> None:
+        for part in self._parts:
+            part.free()
+
+
+def make_linear(weights: Sequence[Weight], biases: Sequence[torch.Tensor | None], policy: WeightPolicy) -> Linear:
+    """One linear layer from weights [out_features, in_features] stacked by rows: a single product where kinds agree."""
+    kernels = {policy.kernel_of(weight) for weight in weights}
+    if len(kernels) > 1:
+        return JoinedLinear([make_linear([weight], [bias], policy) for weight, bias in zip(weights, biases, strict=True)])
+    bias = None
+    if any(b is not None for b in biases):
+        zeros = [torch.zeros(weight.shape[0]) if b is None else b for weight, b in zip(weights, biases, strict=True)]
+        bias = torch.cat([policy.to_float(b) for b in zeros])
+    kernel = kernels.pop()
+    if kernel == "int4":
+        parts = [weight.parts() for weight in weights if isinstance(weight, QuantizedTensor)]
+        values, scale, minimum = (torch.cat(columns) for columns in zip(*parts, strict=True))
+        int4 = Int4Linear()
+        int4.init(values=values, scale=scale, minimum=minimum, bias=bias, keep_prefill_copy=policy.keeps_copies)
+        return int4
+    if kernel == "int8":
+        whole = torch.cat([weight.dequantize(torch.float32) for weight in weights if isinstance(weight, QuantizedTensor)])
+        int8 = Int8Linear()
+        int8.init(weight=whole, bias=bias, keep_prefill_copy=policy.keeps_copies)
+        return int8
+    linear = FloatLinear()
+    linear.init(weight=torch.cat([policy.to_float(weight) for weight in weights]), bias=bias)
+    return linear
+
+
+class Embedding:
+    """Rows of the token table in the activations' type; a packed table is dequantised row by row."""
+
+    def __init__(self, table: Weight, policy: WeightPolicy) -> None:
+        self._dtype = policy.dtype
+        keeps_packed = isinstance(table, QuantizedTensor) and policy.is_packed and not policy.keeps_copies
+        self.table: Weight = table if keeps_packed else policy.to_float(table)
+
+    @property
+    def nbytes(self) -> int:
+        return self.table.nbytes
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [num_tokens] to [num_tokens, hidden_size]."""
+        if isinstance(self.table, QuantizedTensor):
+            return self.table.select_rows(token_ids).dequantize(self._dtype)
+        return self.table.index_select(0, token_ids)
+
+
+class Head:
+    """Last norm and projection to the vocabulary; rows are independent of each other."""
+
+    def __init__(self, norm: Weight, table: Weight, policy: WeightPolicy, eps: float) -> None:
+        self._norm, self._eps = double(policy.to_float(norm)), eps
+        if policy.is_packed and isinstance(table, QuantizedTensor):
+            self._input_dtype = torch.float32
+            head = Int8Head()
+            head.init(weight=table.dequantize(torch.float32), keep_batch_copy=policy.keeps_copies)
+            self._linear: Linear = head
+        else:
+            self._input_dtype = policy.dtype
+            plain = FloatLinear()
+            plain.init(weight=policy.to_float(table))
+            self._linear = plain
+
+    @property
+    def nbytes(self) -> int:
+        return self._linear.nbytes + self._norm.nbytes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_rows, hidden_size] to float32 logits [num_rows, vocab_size]."""
+        normed = rms_norm_rows(x.to(self._input_dtype), self._norm, self._eps)
+        return self._linear.forward(normed).float()
+
+    def free(self) -> None:
+        self._linear.free()
+
+
+class Norm:
+    """RMSNorm in the form that is fast for few rows, and the one that is for many."""
+
+    def __init__(self, weight: Weight, policy: WeightPolicy, eps: float) -> None:
+        self._weight, self._eps = policy.to_float(weight), eps
+        self._double = double(self._weight)
+
+    def forward(self, x: torch.Tensor, is_prefill: bool) -> torch.Tensor:
+        if is_prefill:
+            return rms_norm(x, self._weight, self._eps)
+        return rms_norm_rows(x, self._double, self._eps)
+
+
+class DecoderLayer:
+    """Attention and gated MLP around a residual stream, for Llama, Mistral, Qwen2 and Qwen3."""
+
+    def __init__(self, spec: ModelSpec, layer: int, read: ReadWeight, policy: WeightPolicy) -> None:
+        """Read and pack layer `layer` (numbered in the whole model); `read` gives a tensor by its canonical name."""
+        self.layer = layer
+        self._q_heads, self._kv_heads, self._head_dim = spec.num_q_heads, spec.num_kv_heads, spec.head_dim
+        self._rotated_width = (spec.num_q_heads + spec.num_kv_heads) * spec.head_dim
+        self._eps = spec.rms_norm_eps
+        prefix = f"layers.{layer}."
+
+        def linear(names: Sequence[str], has_bias: bool) -> Linear:
+            weights = [read(f"{prefix}{name}.weight") for name in names]
+            biases = [_plain(read(f"{prefix}{name}.bias")) if has_bias else None for name in names]
+            return make_linear(weights, biases, policy)
+
+        self._input_norm = Norm(read(f"{prefix}input_layernorm.weight"), policy, spec.rms_norm_eps)
+        self._qkv = linear([f"self_attn.{x}_proj" for x in "qkv"], spec.qkv_bias)
+        self._o = linear(["self_attn.o_proj"], spec.o_bias)
+        self._mlp_norm = Norm(read(f"{prefix}post_attention_layernorm.weight"), policy, spec.rms_norm_eps)
+        self._gate_up = linear(["mlp.gate_proj", "mlp.up_proj"], spec.mlp_bias)
+        self._down = linear(["mlp.down_proj"], spec.mlp_bias)
+        self._head_norm: torch.Tensor | None = None
+        if spec.qk_norm:
+            q_norm, k_norm = (policy.to_float(read(f"{prefix}self_attn.{x}_norm.weight")) for x in "qk")
+            self._head_norm = torch.cat((q_norm.expand(self._q_heads, -1), k_norm.expand(self._kv_heads, -1)))
+
+    @property
+    def _linears(self) -> tuple[Linear, ...]:
+        return self._qkv, self._o, self._gate_up, self._down
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layer's matrices."""
+        return sum(linear.nbytes for linear in self._linears)
+
+    def attend(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: StageAttention, step: AttentionStep
+    ) -> torch.Tensor:
+        """Project, rotate, attend; K and V of the rows are written.
+
+        Args:
+            x:        [num_tokens, hidden_size], not changed.
+            cos, sin: [num_tokens, 1, head_dim], of the tokens' positions; sin from `signed_sine`.
+
+        Returns:
+            [num_tokens, num_q_heads * head_dim], for `finish`.
+        """
+        is_prefill = step.is_prefill
+        normed = self._input_norm.forward(x, is_prefill)
+        qkv = self._qkv.forward_prefill(normed) if is_prefill else self._qkv.forward(normed)
+        num_tokens = qkv.shape[0]
+        rotated = qkv[:, : self._rotated_width].view(num_tokens, -1, self._head_dim)
+        if self._head_norm is not None:
+            normed = rms_norm(rotated, None, self._eps) if is_prefill else rms_norm_rows(rotated, None, self._eps)
+            rotated = normed.mul_(self._head_norm)
+        rotated = rotate(rotated, cos, sin)
+        v = qkv[:, self._rotated_width :].view(num_tokens, self._kv_heads, self._head_dim)
+        return attention.forward(self.layer, rotated[:, : self._q_heads], rotated[:, self._q_heads :], v, step)
+
+    def finish(self, x: torch.Tensor, attended: torch.Tensor, is_prefill: bool) -> None:
+        """Output projection and MLP; x [num_tokens, hidden_size] is updated in place."""
+        if is_prefill:
+            x.add_(self._o.forward_prefill(attended))
+            gate_up = self._gate_up.forward_prefill(self._mlp_norm.forward(x, True))
+            x.add_(self._down.forward_prefill(silu_multiply(gate_up)))
+        else:
+            x.add_(self._o.forward(attended))
+            gate_up = self._gate_up.forward(self._mlp_norm.forward(x, False))
+            x.add_(self._down.forward(silu_multiply(gate_up)))
+
+    def free(self) -> None:
+        for linear in self._linears:
+            linear.free()
+
+
+def _plain(weight: Weight) -> torch.Tensor:
+    assert isinstance(weight, torch.Tensor), "checkpoints refuse packed vectors"
+    return weight
