@@ -11,6 +11,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+pytest_plugins = ["ray_cluster"]
+
 
 @pytest.fixture(autouse=True)
 def uninitialised_memory_is_nan():
