@@ -148,7 +148,8 @@ class Tokenizer:
             add_bos:       None: as the model expects; True: begin with BOS; False: do not add it. Never a second one.
             plain_spans:   [start, end) character ranges in which `parse_special` does not apply: a user's own words.
         """
-        text = text.encode("utf-8", "replace").decode() if _has_surrogates(text) else text
+        if _has_surrogates(text):
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # joins pairs, replaces lone ones
         ids: list[int] = []
         position = 0
         if parse_special and self._special_pattern is not None:
