@@ -37,7 +37,7 @@ format: $(VENV)/installed-test ## rewrite the code as `make check` wants it
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/installed-test ## the whole stack, beside llama.cpp where `make peer` was run
-	$(BIN)/python benchmarks/bench_engine.py $(ARGS)
+	$(BIN)/python -m benchmarks.bench_engine $(ARGS)
 
 peer: $(VENV)/installed-test ## install llama.cpp to compare with (compiles for 10 minutes and more)
 	$(INSTALL) --editable '.[peer]'

@@ -288,7 +288,7 @@ def test_a_batch_keeps_its_order_retries_a_busy_server_and_counts_failures(tmp_p
             return web.json_response({"error": {"message": "busy"}}, status=429, headers={"Retry-After": "0"})
         running += 1
         peak = max(peak, running)
-        await asyncio.sleep(0.2 if name == "r0" else 0.01)  # the first is the slowest
+        await asyncio.sleep(0.3 if name == "r0" else 0.05)  # the first is the slowest
         running -= 1
         if name == "r2":
             return web.json_response({"error": {"message": "bad"}}, status=400)
