@@ -35,10 +35,15 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 90.0
-# Ray replaces 127.0.0.1 by the host's address and then listens on every interface, except with this switch of its
-# macOS and Windows ports, which keeps a cluster to one machine. It is read when ray is imported, so it is set at once.
-LOOPBACK_ENV = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-os.environ.update(LOOPBACK_ENV)
+RAY_ENV = {
+    # Ray replaces 127.0.0.1 by the host's address and then listens on every interface, except with this switch of its
+    # macOS and Windows ports, which keeps a cluster to one machine.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+os.environ.update(RAY_ENV)  # ray reads these when it is imported, which a test module may do at its top
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,6 @@ class RayCluster:
     address: str  # of the GCS, for ray.init(address=...)
     dashboard_url: str  # http://..., also the job API's address
     client_url: str  # ray://...
-    token: str
     env: dict[str, str]
 
 
@@ -66,14 +70,10 @@ def running_cluster(num_cpus: int = 8) -> Iterator[RayCluster]:
     """Start a cluster of our own and end it, with all its processes, on leaving."""
     gcs, dashboard, client, agent, agent_grpc, metrics, runtime_env = free_ports(7)
     temp_dir = Path(tempfile.mkdtemp(prefix="qsa-ray-", dir="/tmp"))  # short: it holds unix sockets
-    token = secrets.token_hex(32)
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    env |= LOOPBACK_ENV | {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": token,
+    env |= RAY_ENV | {
         "RAY_ADDRESS": f"{HOST}:{gcs}",
         "RAY_API_SERVER_ADDRESS": f"http://{HOST}:{dashboard}",
-        "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_prestart_worker_first_driver": "0",  # one process per declared CPU would start at once
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
@@ -94,7 +94,7 @@ def running_cluster(num_cpus: int = 8) -> Iterator[RayCluster]:
             if head.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the test cluster did not start:\n{log_path.read_text()[-4000:]}")
             time.sleep(0.1)
-        yield RayCluster(f"{HOST}:{gcs}", f"http://{HOST}:{dashboard}", f"ray://{HOST}:{client}", token, env)
+        yield RayCluster(f"{HOST}:{gcs}", f"http://{HOST}:{dashboard}", f"ray://{HOST}:{client}", env)
     finally:
         head.terminate()  # `ray start --block` ends the processes it started
         try:
@@ -106,10 +106,10 @@ def running_cluster(num_cpus: int = 8) -> Iterator[RayCluster]:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[RayCluster]:
-    """The cluster of this run; this process's RAY_* environment points to it."""
+    """The cluster of this run; RAY_ADDRESS and RAY_API_SERVER_ADDRESS point to it."""
     with running_cluster() as cluster, pytest.MonkeyPatch.context() as patch:
         for name, value in cluster.env.items():
-            if name.startswith("RAY_"):
+            if name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
                 patch.setenv(name, value)
         yield cluster
 
