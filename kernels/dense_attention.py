@@ -15,14 +15,23 @@ from qsa.kernels.registry import Operator, register
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float, *, is_causal: bool = False
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sm_scale: float,
+    *,
+    is_causal: bool = False,
+    mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention and its log-sum-exp. q [batch, heads, num_q, head_dim]; k, v [batch, heads, num_k, head_dim].
+
+    mask: float, added to the scores; broadcasts to [batch, heads, num_q, num_k].
 
     Returns:
         out [batch, heads, num_q, head_dim] in q's dtype, lse [batch, heads, num_q] in float32.
     """
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=sm_scale)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = flash(q, k, v, 0.0, is_causal, attn_mask=mask, scale=sm_scale)
     return out, lse
 
 
@@ -60,16 +69,16 @@ def dense_decode(q: torch.Tensor, pages: torch.Tensor, chunks: Sequence[int], se
     return merge_attention(outs, lses).reshape(q.shape)
 
 
-def gather_tokens(pages: torch.Tensor, chunks: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+def gather_tokens(pages: torch.Tensor, chunks: Sequence[int], seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of tokens [0, seq_len), each [num_kv_heads, seq_len, head_dim], copied out of their pages.
 
-    chunks: int64, chunk numbers of at least the pages that hold these tokens.
+    chunks: chunk numbers of at least the pages that hold these tokens.
     """
     _, num_kv_heads, _, page_size, head_dim = pages.shape
     out = pages.new_empty(2, num_kv_heads, seq_len, head_dim)
     for page, first in enumerate(range(0, seq_len, page_size)):
         length = min(page_size, seq_len - first)
-        out[:, :, first : first + length] = pages[int(chunks[page]), :, :, :length].transpose(0, 1)
+        out[:, :, first : first + length] = pages[chunks[page], :, :, :length].transpose(0, 1)
     return out[0], out[1]
 
 

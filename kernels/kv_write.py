@@ -1,4 +1,7 @@
-"""Write new K and V into their pages, and clear the rest of the last slice so that readers may take whole slices."""
+"""Write new K and V into their pages.
+
+Reference: kernels/kv_write_ref.py
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,33 @@ from typing import Any
 
 import torch
 
+from qsa.kernels.paged_rows import SliceRows
 from qsa.kernels.registry import Operator, register
 
 
-def kv_write(
-    k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, chunks: torch.Tensor, offsets: torch.Tensor
-) -> None:
-    """Write token i to `pages[chunks[i], :, :, offsets[i]]`.
+def write_rows(token_rows: SliceRows, chunks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Rows that tokens are written to, first all of K, then all of V.
 
     Args:
-        k, v:    [num_tokens, num_kv_heads, head_dim]
-        pages:   [num_chunks, num_kv_heads, 2, page_size, head_dim]
-        chunks:  int64 [num_tokens]
-        offsets: int64 [num_tokens], place in the page
+        token_rows: the pool cut in slices of one token.
+        chunks:     int64 [.., num_tokens], chunk number of each token's page.
+        offsets:    int64 [num_tokens], token's place in the page.
+
+    Returns:
+        int64 [.., 2 * num_tokens * num_kv_heads * parts]
     """
-    pages[chunks, :, 0, offsets] = k.to(pages.dtype)
-    pages[chunks, :, 1, offsets] = v.to(pages.dtype)
+    first = chunks * token_rows.rows_per_chunk + offsets * token_rows.parts
+    parts = torch.arange(token_rows.parts, device=chunks.device)
+    keys = (first.unsqueeze(-1) + token_rows.head_offsets).unsqueeze(-1) + parts  # [.., num_tokens, num_kv_heads, parts]
+    keys = keys.flatten(-3)
+    return torch.cat((keys, keys + token_rows.value_offset), -1)
+
+
+def kv_write(k: torch.Tensor, v: torch.Tensor, token_rows: SliceRows, rows: torch.Tensor) -> None:
+    """Write K and V, each [num_tokens, num_kv_heads, head_dim], to the rows that write_rows gave."""
+    flat = token_rows.flat
+    new = torch.cat((k, v))
+    flat.index_copy_(0, rows, new.to(flat.dtype).view(-1, flat.shape[1]))
 
 
 class KVWrite(Operator):

@@ -3,51 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
+from qsa.kernels.block_select import block_select
 from qsa.kernels.dense_attention import dense_decode, dense_prefill, gather_tokens
 from qsa.kernels.kv_write import kv_write
+from qsa.kernels.paged_rows import SliceRows
 from qsa.kernels.registry import SparseConfig
+from qsa.kernels.sparse_decode import sparse_decode
+from qsa.kernels.sparse_prefill import TilePlan, sparse_prefill
+from qsa.kernels.summaries.base import Summary
+from qsa.kernels.summaries.code import CodeCalibration
+from qsa.kernels.summaries.make import make_summary, summary_slice_bytes
 from qsa.memory.kv_cache import KVCache
 from qsa.memory.layout import SummaryLayout
+from qsa.model.attention_plan import AttentionStep, SparseRows, StepPlanner, num_candidates, proposes_all
 from qsa.model.batch import Segment
+from qsa.model.selection import SelectionState, SlotSelection, add_selections, count_decode
 
 
-@dataclass(frozen=True)
-class AttentionStep:
-    """What is the same for every layer of a step: made by `prepare`, read by `forward`."""
-
-    segments: tuple[Segment, ...]
-    chunks: torch.Tensor  # int64 [num_layers, num_tokens], where each new token is written
-    offsets: torch.Tensor  # int64 [num_tokens]
-
-    @property
-    def is_prefill(self) -> bool:
-        return self.segments[0].is_prefill
+def summary_layout(config: SparseConfig, num_kv_heads: int, head_dim: int, code_dim: int | None) -> SummaryLayout:
+    """How a sequence's summaries lie in chunks under a configuration. code_dim: of the calibration, for `code` alone."""
+    size = config.block_size_fine
+    if config.dense:
+        return SummaryLayout(size, 0)
+    return SummaryLayout(size, summary_slice_bytes(config.summary, num_kv_heads, head_dim, size, code_dim))
 
 
-@dataclass(frozen=True)
-class SlotSelection:
-    """What selection did for one slot since it was last asked; summed over the stage's layers.
+class _Method:
+    """One sparse configuration with its summaries, its cut of the pool, and its memory of every slot."""
 
-    attended, context: tokens, attended being the mean over heads. num_selected, newly_hit: slices in the lists, and how
-    many of them the step before did not have. margin: gap between the last kept and the first dropped score, in nats.
-    """
+    def __init__(self, config: SparseConfig, summary: Summary, rows: SliceRows, table: torch.Tensor, state: SelectionState):
+        self.config, self.summary, self.rows, self.table, self.state = config, summary, rows, table, state
+        self.per_layer = config.list_per == "layer"
+        self.slices_per_block = config.block_size_coarse // config.block_size_fine
 
-    slot: int
-    attended: float
-    context: float
-    num_selected: int
-    newly_hit: int
-    margin: float
+    def block_scores(self, slice_scores: torch.Tensor) -> torch.Tensor | None:
+        """Scores of the first selection, None for a configuration without one."""
+        if self.config.propose == "slices":
+            return None
+        return self.summary.block_scores(slice_scores, self.slices_per_block)
 
 
 class StageAttention:
     """Attention of layers [first_layer, first_layer + num_layers) over one KV cache.
 
-    The state: per slot its sparse configuration and what selection remembers between steps.
+    The state: the configuration of every open slot, and what selection remembers of it between decode steps.
     """
 
     def __init__(
@@ -61,19 +63,56 @@ class StageAttention:
         head_dim: int,
         sm_scale: float,
         sparse: Mapping[int, SparseConfig],
-        calibration: object | None = None,
+        calibration: CodeCalibration | None = None,
         backend: str = "torch",
     ) -> None:
+        """Set up for one stage.
+
+        Raises:
+            ValueError: a configuration that the model, its calibration or the page size does not allow.
+        """
+        if backend != "torch":
+            raise ValueError(f"backend {backend!r} is not built, there is 'torch'")
+        if num_q_heads % num_kv_heads:
+            raise ValueError(f"num_q_heads ({num_q_heads}) must be a multiple of num_kv_heads ({num_kv_heads})")
         self.cache, self.first_layer, self.num_layers = cache, first_layer, num_layers
         self.num_q_heads, self.num_kv_heads, self.head_dim, self.sm_scale = num_q_heads, num_kv_heads, head_dim, sm_scale
         self.sparse = dict(sparse)
+        self._code_dim = calibration.code_dim if calibration is not None else None
+        self._planner = StepPlanner(cache, self.sparse, first_layer, cache.dtype)
+        self._methods = {
+            number: self._make_method(number, config, calibration) for number, config in self.sparse.items() if not config.dense
+        }
+        self._figures: dict[int, SlotSelection] = {}
+        self._uncounted: tuple[SparseRows, ...] = ()
+
+    def _make_method(self, number: int, config: SparseConfig, calibration: CodeCalibration | None) -> _Method:
+        size = config.block_size_fine
+        if config.window_size < size:
+            raise ValueError(
+                f"sparse.{number}.window_size is {config.window_size}, but sparse.{number}.block_size_fine is {size}:"
+                " the window must hold a slice until it is complete"
+            )
+        config.scan_interval(self.first_layer + self.num_layers - 1)  # refuses a list that is too short
+        summary = make_summary(config.summary, self.num_kv_heads, self.head_dim, size, calibration)
+        state = SelectionState(config, self.num_layers, self.cache.max_sequences, self.num_kv_heads)
+        return _Method(config, summary, self._planner.slice_rows[size], self._planner.slice_tables[size], state)
 
     def summary_layout(self, sparse_id: int) -> SummaryLayout:
-        return SummaryLayout(64, 0)
+        """How the summaries of a sequence under that configuration lie in chunks."""
+        if sparse_id not in self.sparse:
+            raise ValueError(f"no sparse configuration {sparse_id}, there are {sorted(self.sparse)}")
+        return summary_layout(self.sparse[sparse_id], self.num_kv_heads, self.head_dim, self._code_dim)
 
     def open(self, slot: int, sparse_id: int) -> None:
-        """Start an empty sequence in a free slot."""
-        self.cache.open(slot, self.summary_layout(sparse_id))
+        """Start an empty sequence in a free slot, with nothing remembered of the one before."""
+        layout = self.summary_layout(sparse_id)
+        self._count()
+        self._figures.pop(slot, None)
+        self.cache.open(slot, layout)
+        self._planner.open(slot, layout)
+        if sparse_id in self._methods:
+            self._methods[sparse_id].state.reset(slot)
 
     def release(self, slot: int) -> None:
         """Give the slot's memory back. Releasing a free slot does nothing."""
@@ -85,18 +124,20 @@ class StageAttention:
         Raises:
             OutOfChunksError: the pool is short of chunks.
         """
-        if len(segments) != 1 and any(segment.is_prefill for segment in segments):
+        if len(segments) != 1 and (not segments or any(segment.is_prefill for segment in segments)):
             raise ValueError(f"a group is decode segments or one prefill segment, got {len(segments)} segments")
-        page_size = self.cache.kv.page_size
-        for segment in segments:
-            self.cache.extend(segment.slot, segment.end)
-        positions = torch.cat([torch.arange(segment.start, segment.end) for segment in segments])
-        slots = torch.tensor([segment.slot for segment in segments for _ in range(segment.extend_len)])
-        chunks = self.cache.page_chunks[:, slots, positions // page_size]
-        return AttentionStep(tuple(segments), chunks, positions % page_size)
+        self._count()
+        step = self._planner.plan(segments)
+        self._uncounted = step.sparse
+        for dense in step.dense:
+            tokens = float(self.num_layers * dense.seq_len)
+            self._add(SlotSelection(dense.slot, tokens, tokens))
+        if step.prefill is not None:
+            self._add(self._prefill_figures(step))
+        return step
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: AttentionStep) -> torch.Tensor:
-        """Write the new tokens' K and V, then attend.
+        """Write the new tokens' K, V and summaries, then attend.
 
         Args:
             layer: number in the whole model.
@@ -107,21 +148,155 @@ class StageAttention:
             [num_tokens, num_q_heads * head_dim]
         """
         local = layer - self.first_layer
-        pages = self.cache.pages
-        kv_write(k, v, pages, step.chunks[local], step.offsets)
-        if step.is_prefill:
-            segment = step.segments[0]
-            keys, values = gather_tokens(pages, self.cache.page_chunks[local, segment.slot], segment.end)
-            return dense_prefill(q, keys, values, self.sm_scale).reshape(len(q), -1)
-        rows = []
-        for row, segment in enumerate(step.segments):
-            chunks = self.cache.page_chunks[local, segment.slot].tolist()
-            rows.append(dense_decode(q[row], pages, chunks, segment.end, self.sm_scale))
-        return torch.stack(rows).view(len(q), -1)
+        kv_write(k, v, self._planner.token_rows, step.write_rows[local])
+        for update in step.updates:
+            method = self._methods[update.sparse_id]
+            keys = method.rows.gather(update.key_rows[local]).unflatten(1, (-1, method.config.block_size_fine))
+            method.summary.update(local, self.cache.pool.buffer, keys, update.chunks[local], update.offsets)
+        if step.prefill is not None:
+            return self._prefill(local, q, step).reshape(len(q), -1)
+        if len(step.sparse) == 1 and step.sparse[0].index is None:
+            return self._decode(local, q, step.sparse[0]).view(len(q), -1)
+        out = torch.empty_like(q)
+        for dense in step.dense:
+            chunks = self._planner.page_lists[dense.slot][local]
+            out[dense.row] = dense_decode(q[dense.row], self.cache.pages, chunks, dense.seq_len, self.sm_scale)
+        for group in step.sparse:
+            out[group.index] = self._decode(local, q[group.rows], group)
+        return out.view(len(q), -1)
+
+    def _decode(self, local: int, q: torch.Tensor, group: SparseRows) -> torch.Tensor:
+        """Attention of the decode rows of one configuration, [batch, num_q_heads, head_dim]."""
+        method = self._methods[group.sparse_id]
+        for row, due in enumerate(group.is_due[local]):
+            if due:
+                self._propose(local, q[row], method, group.slots[row], group.seq_lens[row])
+        pool = method.state.pools[local].index_select(0, group.slot_index)
+        pool_rows = method.state.pool_rows[local].index_select(0, group.slot_index)
+        near_rows = group.near_rows[local]
+        out, selected = sparse_decode(q, method.rows, pool, pool_rows, near_rows, group.plan, self.sm_scale)
+        group.selected[local] = selected
+        return out
+
+    def _propose(self, local: int, q: torch.Tensor, method: _Method, slot: int, seq_len: int) -> None:
+        """Fill the slot's pool: by a scan, or with every candidate where all fit."""
+        config, state = method.config, method.state
+        pool = state.pools[local, slot]
+        if proposes_all(config, seq_len):
+            count = num_candidates(config, seq_len)
+            pool[:, :count] = torch.arange(count)
+            pool[:, count:] = -1
+        else:
+            chunks = self._planner.summary_lists[slot][local]
+            window_start = seq_len - config.window_size
+            grouped = q.view(self.num_kv_heads, -1, self.head_dim)
+            scores = method.summary.scan(
+                local, self.cache.pool.buffer, grouped, chunks, config.sink_size, window_start, self.sm_scale
+            )
+            indices, margin = block_select(
+                scores.unsqueeze(0),
+                state.pool_size,
+                per_layer=method.per_layer,
+                block_scores=method.block_scores(scores.unsqueeze(0)),
+                top_k_coarse=config.top_k_coarse,
+                slices_per_block=method.slices_per_block,
+            )
+            pool.copy_(indices[0])
+            state.margins[local, slot] = margin[0]
+        bases = method.table[local, slot].take(pool.clamp(min=0))
+        torch.add(bases, method.rows.head_offsets.unsqueeze(1), out=state.pool_rows[local, slot])
+
+    def _prefill(self, local: int, q: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+        """Attention of a prefill chunk, [num_tokens, num_q_heads, head_dim]."""
+        segment, plan = step.segments[0], step.prefill
+        assert plan is not None
+        parts = []
+        if plan.dense_end > segment.start:
+            chunks = self._planner.page_lists[segment.slot][local]
+            k, v = gather_tokens(self.cache.pages, chunks, plan.dense_end)
+            parts.append(dense_prefill(q[: plan.dense_end - segment.start], k, v, self.sm_scale))
+        if plan.tiles is not None:
+            assert plan.near_rows is not None
+            method, tiles, queries = self._methods[segment.sparse_id], plan.tiles, q[plan.dense_end - segment.start :]
+            lists = self._tile_lists(local, queries, method, segment.slot, tiles)
+            list_rows = method.table[local, segment.slot].take(lists) + method.rows.head_offsets.view(-1, 1)
+            parts.append(sparse_prefill(queries, method.rows, list_rows, plan.near_rows[local], tiles, self.sm_scale))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _tile_lists(self, local: int, q: torch.Tensor, method: _Method, slot: int, tiles: TilePlan) -> torch.Tensor:
+        """Slices of every tile, int64 [num_tiles, num_kv_heads or 1, list size], by the summaries' own scores."""
+        config = method.config
+        num_samples = tiles.sampled.shape[1]
+        sampled = q[tiles.sampled].view(tiles.num_tiles * num_samples, self.num_kv_heads, -1, self.head_dim)
+        rows = sampled.transpose(0, 1).reshape(self.num_kv_heads, -1, self.head_dim)
+        last = int(tiles.window_slices[-1])
+        scores = method.summary.scan(
+            local,
+            self.cache.pool.buffer,
+            rows,
+            self._planner.summary_lists[slot][local],
+            config.block_size_fine,
+            last * config.block_size_fine,
+            self.sm_scale,
+        )
+        scores = scores.view(self.num_kv_heads, tiles.num_tiles, -1, last).transpose(0, 1)
+        slices = torch.arange(last)
+        candidates = (slices > 0) & (slices < tiles.window_slices.view(-1, 1, 1))  # [num_tiles, 1, last]
+        scores = scores.masked_fill(~candidates.unsqueeze(2), -torch.inf)
+        group = self.num_q_heads // self.num_kv_heads
+        weights = tiles.weights.repeat_interleave(group, 1).view(tiles.num_tiles, 1, -1, 1)
+        lists, _ = block_select(
+            scores,
+            config.prefill_factor * config.top_k_fine,
+            per_layer=method.per_layer,
+            weights=weights,
+            candidates=candidates,
+            block_scores=method.block_scores(scores),
+            top_k_coarse=config.top_k_coarse,
+            slices_per_block=method.slices_per_block,
+        )
+        return lists
 
     def take_stats(self) -> list[SlotSelection]:
         """What selection did since the last call, one entry a slot that was computed."""
-        return []
+        self._count()
+        figures, self._figures = list(self._figures.values()), {}
+        return figures
+
+    def _add(self, figures: SlotSelection) -> None:
+        known = self._figures.get(figures.slot)
+        self._figures[figures.slot] = figures if known is None else add_selections(known, figures)
+
+    def _count(self) -> None:
+        """Count what the last decode step selected, and make its lists the ones the next step is compared with."""
+        for group in self._uncounted:
+            method = self._methods[group.sparse_id]
+            state, slots = method.state, group.slot_index
+            before, margins = state.chosen[:, slots], state.margins[:, slots]
+            for figures in count_decode(group.selected, before, margins, method.config, group.slots, group.seq_lens):
+                self._add(figures)
+            state.chosen[:, slots] = group.selected
+        self._uncounted = ()
+
+    def _prefill_figures(self, step: AttentionStep) -> SlotSelection:
+        segment, plan = step.segments[0], step.prefill
+        assert plan is not None
+        context = attended = sum_of_lengths(segment.start, segment.end)
+        if plan.tiles is not None:
+            config = self.sparse[segment.sparse_id]
+            near = (plan.tiles.near_mask == 0).sum(3).flatten()  # [num_tiles * tile_size], a padded query's too
+            first = plan.dense_end - plan.tiles.first
+            seen = int(near[first : first + segment.end - plan.dense_end].sum())
+            far = config.prefill_factor * config.top_k_fine * config.block_size_fine
+            attended = sum_of_lengths(segment.start, plan.dense_end) + seen + far * (segment.end - plan.dense_end)
+        return SlotSelection(segment.slot, float(self.num_layers * attended), float(self.num_layers * context))
 
     def close(self) -> None:
         """Give the workspace back. Calling it again does nothing."""
+        self._methods.clear()
+        self._uncounted = ()
+
+
+def sum_of_lengths(start: int, end: int) -> int:
+    """Context tokens of the queries at positions [start, end), their own included."""
+    return (end * (end + 1) - start * (start + 1)) // 2

@@ -1,0 +1,95 @@
+"""What stands for a slice when it is scored: one interface for code, sketch, minmax and mean.
+
+A slice is summarised once, when its last token has been written: until then the window holds it. Summaries of one layer
+of a sequence lie in chunks, `slice_bytes` a slice, end to end from the start of a chunk. Scores are float32, in nats.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+
+class Summary(ABC):
+    """Summaries of some layers (numbered from 0). `store` arguments are the whole pool, uint8 [num_chunks, chunk bytes].
+
+    Attributes:
+        dtype:       of the numbers a summary is made of.
+        slice_bytes: bytes that summarise one slice in one layer, all KV heads.
+    """
+
+    dtype: torch.dtype
+
+    def __init__(self, num_kv_heads: int, head_dim: int, slice_size: int, slice_bytes: int) -> None:
+        self.num_kv_heads, self.head_dim, self.slice_size, self.slice_bytes = num_kv_heads, head_dim, slice_size, slice_bytes
+
+    @abstractmethod
+    def summarise(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
+        """Keys after RoPE [num_kv_heads, num_slices, slice_size, head_dim] -> [num_slices, slice_bytes / itemsize]."""
+
+    @abstractmethod
+    def scan(
+        self, layer: int, store: torch.Tensor, q: torch.Tensor, chunks: Sequence[int], first: int, last: int, sm_scale: float
+    ) -> torch.Tensor:
+        """Score the slices that hold tokens [0, last), leaving the tokens [0, first) out where the summary is per token.
+
+        Args:
+            q:      [num_kv_heads, num_rows, head_dim]; a row is one query of one head of the group.
+            chunks: summary chunks of the sequence in this layer.
+
+        Returns:
+            float32 [num_kv_heads, num_rows, cdiv(last, slice_size)], in nats up to a constant per row.
+        """
+
+    def update(self, layer: int, store: torch.Tensor, keys: torch.Tensor, chunks: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Store the summaries of slices whose keys are complete. chunks, offsets: int64 [num_slices], chunk and place in it."""
+        self.slices(store)[chunks, offsets] = self.summarise(layer, keys)
+
+    def block_scores(self, slice_scores: torch.Tensor, slices_per_block: int) -> torch.Tensor:
+        """Scores of blocks from those of their slices: [.., num_slices] -> [.., num_blocks]."""
+        return group_blocks(slice_scores, slices_per_block).amax(-1)
+
+    def slices(self, store: torch.Tensor) -> torch.Tensor:
+        """Every chunk as slices: [num_chunks, slices_per_chunk, slice_bytes / itemsize], a view."""
+        per_chunk = slices_per_chunk(store.shape[1], self.slice_bytes)
+        size = self.slice_bytes // self.dtype.itemsize
+        strides = (store.shape[1] // self.dtype.itemsize, size, 1)
+        return store.view(self.dtype).as_strided((store.shape[0], per_chunk, size), strides)
+
+    def read(self, store: torch.Tensor, chunks: Sequence[int], last: int) -> list[torch.Tensor]:
+        """Views of the summaries of tokens [0, last): one [num_slices, slice_bytes / itemsize] a chunk."""
+        slices = self.slices(store)
+        wanted, per_chunk = -(-last // self.slice_size), slices.shape[1]
+        return [slices[chunks[i], : min(per_chunk, wanted - first)] for i, first in enumerate(range(0, wanted, per_chunk))]
+
+
+def slices_per_chunk(chunk_bytes: int, slice_bytes: int) -> int:
+    """The largest power of two of slices that fits a chunk, as the memory layout has it."""
+    return 1 << ((chunk_bytes // slice_bytes).bit_length() - 1)
+
+
+def group_blocks(slice_scores: torch.Tensor, slices_per_block: int) -> torch.Tensor:
+    """[.., num_slices] -> [.., num_blocks, slices_per_block], the last block filled up with -inf."""
+    missing = -slice_scores.shape[-1] % slices_per_block
+    padded = torch.nn.functional.pad(slice_scores, (0, missing), value=-torch.inf)
+    return padded.unflatten(-1, (-1, slices_per_block))
+
+
+def join(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Scores of consecutive chunks, side by side on the last axis."""
+    return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+
+
+def mask_tokens(scores: torch.Tensor, first: int, last: int, slice_size: int) -> torch.Tensor:
+    """Cut token scores [.., n] into slices, with the tokens outside [first, last) at the lowest value, in place.
+
+    n must be a multiple of slice_size. Returns [.., n / slice_size, slice_size].
+    """
+    lowest = -torch.inf if scores.dtype.is_floating_point else torch.iinfo(scores.dtype).min
+    if first:
+        scores[..., :first] = lowest
+    if last < scores.shape[-1]:
+        scores[..., last:] = lowest
+    return scores.unflatten(-1, (-1, slice_size))

@@ -1,0 +1,248 @@
+"""What is the same for every layer of a step: built once by StepPlanner, read by each layer's attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from qsa.kernels.kv_write import write_rows
+from qsa.kernels.paged_rows import SliceRows
+from qsa.kernels.registry import SparseConfig
+from qsa.kernels.sparse_decode import SparseDecodePlan, plan_near
+from qsa.kernels.sparse_prefill import TilePlan, first_sparse_tile, plan_tiles
+from qsa.memory.kv_cache import KVCache
+from qsa.memory.layout import SummaryLayout, cdiv
+from qsa.model.batch import Segment
+
+SAMPLE_EVERY = 4  # in prefill every fourth query of a tile takes part in choosing its list
+
+
+@dataclass(frozen=True)
+class SummaryUpdate:
+    """Slices of one sequence that this step completes.
+
+    key_rows: int64 [num_layers, num_kv_heads, num_slices]; chunks: int64 [num_layers, num_slices]; offsets: [num_slices].
+    """
+
+    sparse_id: int
+    key_rows: torch.Tensor
+    chunks: torch.Tensor
+    offsets: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DenseRow:
+    """A decode row that attends to everything."""
+
+    row: int
+    slot: int
+    seq_len: int
+
+
+@dataclass(frozen=True)
+class SparseRows:
+    """Decode rows that select, all under one configuration.
+
+    Attributes:
+        rows:       their places among the step's rows.
+        index:      the same as a tensor, None when they are all of the step's rows.
+        slot_index: the rows' slots as a tensor.
+        is_due:     [num_layers][batch], whether a layer scans for a row in this step.
+        near_rows:  int64 [num_layers, batch, num_kv_heads, near slices]
+        selected:   int64 [num_layers, batch, lists, top_k], filled layer by layer.
+    """
+
+    sparse_id: int
+    rows: list[int]
+    index: torch.Tensor | None
+    slots: list[int]
+    slot_index: torch.Tensor
+    seq_lens: list[int]
+    is_due: list[list[bool]]
+    plan: SparseDecodePlan
+    near_rows: torch.Tensor
+    selected: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """A prefill chunk: queries before `dense_end` attend to everything, those of `tiles` select.
+
+    near_rows: int64 [num_layers, num_tiles, num_kv_heads, near slices].
+    """
+
+    dense_end: int
+    tiles: TilePlan | None
+    near_rows: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class AttentionStep:
+    """One group of a step: all decode segments, or one prefill segment.
+
+    write_rows: int64 [num_layers, 2 * rows of the new tokens], where K and V go.
+    """
+
+    segments: tuple[Segment, ...]
+    write_rows: torch.Tensor
+    updates: tuple[SummaryUpdate, ...]
+    dense: tuple[DenseRow, ...]
+    sparse: tuple[SparseRows, ...]
+    prefill: PrefillPlan | None
+
+
+class StepPlanner:
+    """Plans steps over one KV cache. The state: where the slices of every open slot lie, and which slots have scanned.
+
+    Attributes:
+        slice_rows:      by slice size, the pool cut in slices.
+        slice_tables:    by slice size, int64 [num_layers, max_sequences, max_slices], row of K of head 0 of each slice.
+        page_lists:      by slot, chunk numbers of its pages, one list a layer.
+        summary_lists:   by slot, chunk numbers of its summaries, one list a layer.
+    """
+
+    def __init__(self, cache: KVCache, sparse: Mapping[int, SparseConfig], first_layer: int, dtype: torch.dtype) -> None:
+        self.cache, self.first_layer, self._dtype = cache, first_layer, dtype
+        self.token_rows = SliceRows(cache.pages, 1)
+        self.slice_rows: dict[int, SliceRows] = {}
+        self.slice_tables: dict[int, torch.Tensor] = {}
+        self.page_lists: dict[int, list[list[int]]] = {}
+        self.summary_lists: dict[int, list[list[int]]] = {}
+        self._sparse = {number: config for number, config in sparse.items() if not config.dense}
+        self._layouts: dict[int, SummaryLayout] = {}  # by slot
+        self._scanned: dict[int, int] = {}  # by slot, decode steps since its first scan
+        for size in {config.block_size_fine for config in self._sparse.values()}:
+            rows = SliceRows(cache.pages, size)
+            shape = (cache.num_layers, cache.max_sequences, cache.page_chunks.shape[2] * rows.slices_per_page)
+            self.slice_rows[size], self.slice_tables[size] = rows, torch.zeros(shape, dtype=torch.int64)
+        self._clear_size = max(self.slice_rows, default=1)
+
+    def open(self, slot: int, layout: SummaryLayout) -> None:
+        self._layouts[slot] = layout
+        self._scanned.pop(slot, None)
+        self.page_lists[slot] = self.summary_lists[slot] = [[] for _ in range(self.cache.num_layers)]
+
+    def plan(self, segments: Sequence[Segment]) -> AttentionStep:
+        """Make room for the new tokens and plan the step."""
+        for segment in segments:
+            self._extend(segment)
+        page_size = self.cache.kv.page_size
+        slots = torch.tensor([segment.slot for segment in segments for _ in range(segment.extend_len)])
+        positions = torch.cat([torch.arange(segment.start, segment.end) for segment in segments])
+        chunks = self.cache.page_chunks[:, slots, positions // page_size]
+        rows = write_rows(self.token_rows, chunks, positions % page_size)
+        updates = tuple(update for segment in segments if (update := self._plan_update(segment)) is not None)
+        if segments[0].is_prefill:
+            return AttentionStep(tuple(segments), rows, updates, (), (), self._plan_prefill(segments[0]))
+        dense, sparse = self._plan_decode(segments)
+        return AttentionStep(tuple(segments), rows, updates, dense, sparse, None)
+
+    def _extend(self, segment: Segment) -> None:
+        """Make room, learn where new pages lie, and clear what the new tokens leave of their last slice.
+
+        Readers take whole slices; what lies behind a sequence's last token must not be NaN, or 0 * NaN reaches the result.
+        """
+        cache, slot = self.cache, segment.slot
+        cache.extend(slot, segment.end)
+        page_size = cache.kv.page_size
+        num_pages = cdiv(segment.end, page_size)
+        num_summaries = self._layouts[slot].num_chunks(segment.end)
+        known, known_summaries = len(self.page_lists[slot][0]), len(self.summary_lists[slot][0])
+        if num_pages > known:
+            pages = cache.page_chunks[:, slot, :num_pages]
+            self.page_lists[slot] = pages.tolist()
+            for size, table in self.slice_tables.items():
+                rows = self.slice_rows[size]
+                first = known * rows.slices_per_page
+                table[:, slot, first : num_pages * rows.slices_per_page] = rows.bases(pages[:, known:])
+        if num_summaries > known_summaries:
+            self.summary_lists[slot] = cache.summary_chunks[:, slot, :num_summaries].tolist()
+        end = segment.end
+        if end % self._clear_size and (end - 1) // self._clear_size >= cdiv(segment.start, self._clear_size):
+            chunks = cache.page_chunks[:, slot, end // page_size]
+            first, last = end % page_size, cdiv(end, self._clear_size) * self._clear_size % page_size or page_size
+            cache.pages[:, :, :, first:last].index_fill_(0, chunks, 0)
+
+    def _plan_update(self, segment: Segment) -> SummaryUpdate | None:
+        config = self._sparse.get(segment.sparse_id)
+        if config is None:
+            return None
+        size, slot = config.block_size_fine, segment.slot
+        first, last = segment.start // size, segment.end // size
+        if first == last:
+            return None
+        layout, rows = self._layouts[slot], self.slice_rows[size]
+        keys = self.slice_tables[size][:, slot, None, first:last] + rows.head_offsets.view(-1, 1)
+        slices = torch.arange(first, last)
+        chunks = self.cache.summary_chunks[:, slot, slices // layout.slices_per_chunk]
+        return SummaryUpdate(segment.sparse_id, keys, chunks, slices % layout.slices_per_chunk)
+
+    def _plan_decode(self, segments: Sequence[Segment]) -> tuple[tuple[DenseRow, ...], tuple[SparseRows, ...]]:
+        dense = []
+        selecting: dict[int, list[int]] = {}
+        for row, segment in enumerate(segments):
+            config = self._sparse.get(segment.sparse_id)
+            if config is None or num_candidates(config, segment.end) <= config.top_k_fine:
+                dense.append(DenseRow(row, segment.slot, segment.end))
+            else:
+                selecting.setdefault(segment.sparse_id, []).append(row)
+        return tuple(dense), tuple(self._plan_rows(number, rows, segments) for number, rows in selecting.items())
+
+    def _plan_rows(self, sparse_id: int, rows: list[int], segments: Sequence[Segment]) -> SparseRows:
+        config, num_layers = self._sparse[sparse_id], self.cache.num_layers
+        size = config.block_size_fine
+        slots, seq_lens = [segments[row].slot for row in rows], [segments[row].end for row in rows]
+        slot_index = torch.tensor(slots)
+        starts, near, mask = plan_near(
+            torch.tensor(seq_lens), window_size=config.window_size, sink_size=config.sink_size, slice_size=size
+        )
+        bases = self.slice_tables[size][:, slot_index.unsqueeze(1), near]  # [num_layers, batch, near slices]
+        near_rows = bases.unsqueeze(2) + self.slice_rows[size].head_offsets.view(-1, 1)
+        plan = SparseDecodePlan(
+            config.sink_size, config.top_k_fine, starts.view(-1, 1, 1, 1), mask.view(len(rows), 1, 1, -1), torch.arange(size)
+        )
+        steps = [self._scanned.get(slot, 0) for slot in slots]
+        for slot, step in zip(slots, steps):
+            self._scanned[slot] = step + 1
+        intervals = [config.scan_interval(self.first_layer + layer) for layer in range(num_layers)]
+        every_step = [proposes_all(config, seq_len) for seq_len in seq_lens]
+        is_due = [[every or step % interval == 0 for every, step in zip(every_step, steps)] for interval in intervals]
+        lists = self.cache.kv.num_kv_heads if config.list_per == "kv_head" else 1
+        selected = torch.full((num_layers, len(rows), lists, config.top_k_fine), -1)
+        index = None if len(rows) == len(segments) else torch.tensor(rows)
+        return SparseRows(sparse_id, rows, index, slots, slot_index, seq_lens, is_due, plan, near_rows, selected)
+
+    def _plan_prefill(self, segment: Segment) -> PrefillPlan:
+        config = self._sparse.get(segment.sparse_id)
+        if config is None:
+            return PrefillPlan(segment.end, None, None)
+        size, tile = config.block_size_fine, config.prefill_tile
+        list_size = config.prefill_factor * config.top_k_fine
+        first = first_sparse_tile(segment.start, tile, config.window_size, size, list_size)
+        dense_end = min(max(first, segment.start), segment.end)
+        if dense_end == segment.end:
+            return PrefillPlan(dense_end, None, None)
+        tiles = plan_tiles(
+            first,
+            dense_end,
+            segment.end,
+            tile_size=tile,
+            window_size=config.window_size,
+            slice_size=size,
+            sample_every=SAMPLE_EVERY,
+            dtype=self._dtype,
+        )
+        bases = self.slice_tables[size][:, segment.slot][:, tiles.near_slices]
+        return PrefillPlan(dense_end, tiles, bases.unsqueeze(2) + self.slice_rows[size].head_offsets.view(-1, 1))
+
+
+def num_candidates(config: SparseConfig, seq_len: int) -> int:
+    """Slices that begin before the window of a decode query with `seq_len` tokens of context, its own included."""
+    return cdiv(max(0, seq_len - config.window_size), config.block_size_fine)
+
+
+def proposes_all(config: SparseConfig, seq_len: int) -> bool:
+    """Whether every candidate is in the pool, so that nothing need be scanned: exact keys choose among all."""
+    return config.rerank == "exact" and num_candidates(config, seq_len) <= config.candidate_factor * config.top_k_fine
