@@ -63,6 +63,8 @@ def build_stage(
     spec = checkpoint.spec
     if max_model_len > spec.max_model_len:
         raise ConfigError(f"model.max_model_len is {max_model_len}, but {spec.name} reaches {spec.max_model_len} tokens")
+    if not 0 <= first_layer < last_layer <= spec.num_layers:
+        raise ValueError(f"a stage needs 0 <= first_layer < last_layer <= {spec.num_layers}, got [{first_layer}, {last_layer})")
     resolved = resolve_dtype(dtype)
     kv_resolved = resolve_dtype(kv_dtype, resolved)
     num_layers = last_layer - first_layer

@@ -45,10 +45,6 @@ class StageModel:
         if quantization not in ("auto", "none"):
             raise ValueError(f"quantization must be auto or none, got {quantization!r}")
         spec = checkpoint.spec
-        if not 0 <= first_layer < last_layer <= spec.num_layers:
-            raise ValueError(
-                f"a stage needs 0 <= first_layer < last_layer <= {spec.num_layers}, got [{first_layer}, {last_layer})"
-            )
         self.spec, self.dtype, self.device = spec, dtype, device
         self.first_layer, self.last_layer = first_layer, last_layer
         self.attention = attention
@@ -144,11 +140,11 @@ class StageModel:
         """
         step = self.attention.prepare(group)
         cos, sin = self._rotation(group)
+        is_prefill = group[0].is_prefill
         for layer in self._layers[:-1]:
-            layer.finish(x, layer.attend(x, cos, sin, self.attention, step), step.is_prefill)
+            layer.finish(x, layer.attend(x, cos, sin, self.attention, step, is_prefill), is_prefill)
         layer = self._layers[-1]
-        attended = layer.attend(x, cos, sin, self.attention, step)
-        is_prefill = step.is_prefill
+        attended = layer.attend(x, cos, sin, self.attention, step, is_prefill)
         if rows is not None and len(rows) < x.shape[0]:
             index = torch.tensor(rows, dtype=torch.int64, device=x.device)
             x, attended, is_prefill = x[index], attended[index], False

@@ -11,7 +11,8 @@ import torch
 from qsa.kernels.linear import FloatLinear
 from qsa.kernels.pointwise import double, rms_norm, rms_norm_rows, rotate, silu_multiply
 from qsa.kernels.quant_linear import Int4Linear, Int8Head, Int8Linear
-from qsa.model.attention import AttentionStep, StageAttention
+from qsa.model.attention import StageAttention
+from qsa.model.attention_plan import AttentionStep
 from qsa.model.checkpoint.quantized import QuantizedTensor
 from qsa.model.spec import ModelSpec
 
@@ -204,7 +205,13 @@ class DecoderLayer:
         return sum(linear.nbytes for linear in self._linears)
 
     def attend(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: StageAttention, step: AttentionStep
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attention: StageAttention,
+        step: AttentionStep,
+        is_prefill: bool,
     ) -> torch.Tensor:
         """Project, rotate, attend; K and V of the rows are written.
 
@@ -215,7 +222,6 @@ class DecoderLayer:
         Returns:
             [num_tokens, num_q_heads * head_dim], for `finish`.
         """
-        is_prefill = step.is_prefill
         normed = self._input_norm.forward(x, is_prefill)
         qkv = self._qkv.forward_prefill(normed) if is_prefill else self._qkv.forward(normed)
         num_tokens = qkv.shape[0]
