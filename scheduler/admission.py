@@ -6,7 +6,7 @@ whose predicted need fits beside the predicted need of everything that runs; the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from qsa.errors import CapacityError, ContextLengthError, RequestError
@@ -14,6 +14,7 @@ from qsa.scheduler.growth import ChunkMeter
 from qsa.scheduler.request import Request
 
 MAX_BYPASS = 16  # younger requests that may pass a blocked one
+LOOKAHEAD = 8  # blocked requests that one look at the queue steps over
 AGEING_S = 10.0  # waiting this long counts like one priority more
 
 
@@ -83,11 +84,12 @@ class Admission:
 
 
 def admit(
-    queue: Sequence[Candidate], running: Sequence[int], running_final: Sequence[int], pools: Sequence[int], free_slots: int
+    queue: Iterable[Candidate], running: Sequence[int], running_final: Sequence[int], pools: Sequence[int], free_slots: int
 ) -> Admission:
     """Admit from the front of the queue while the predicted need of all fits every pool.
 
     A blocked candidate may be passed by smaller ones, at most MAX_BYPASS in its life; then everything waits for it.
+    The queue is read only as far as needed.
 
     Args:
         running:       predicted chunks of everything that runs, one number a stage.
@@ -97,9 +99,9 @@ def admit(
     admitted: list[str] = []
     passed: dict[str, int] = {}
     limits: dict[str, int] = {}
+    if free_slots == 0:
+        return Admission()
     for candidate in queue:
-        if len(admitted) == free_slots:
-            break
         needed, base = (candidate.final, used_final) if candidate.needs_final else (candidate.need, used)
         if fits([a + b for a, b in zip(base, needed, strict=True)], pools):
             admitted.append(candidate.request_id)
@@ -109,6 +111,8 @@ def admit(
         else:
             passed[candidate.request_id] = 0
             limits[candidate.request_id] = MAX_BYPASS - candidate.num_bypassed if candidate.is_passable else 0
+        if len(admitted) == free_slots or len(passed) == LOOKAHEAD:
+            break
         if any(passed[request_id] >= limits[request_id] for request_id in passed):
             break
     return Admission(tuple(admitted), tuple((request_id, count) for request_id, count in passed.items() if count))

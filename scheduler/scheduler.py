@@ -87,7 +87,7 @@ class Scheduler:
             self._outputs.append(self._end(sequence, FinishReason.ABORT))
 
     def take_outputs(self) -> list[RequestOutput]:
-        """Outputs that came about outside `apply`: admissions, aborts, failed plans."""
+        """Outputs since the last call or `apply`: admissions, aborts, failed plans."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -136,9 +136,12 @@ class Scheduler:
         return plan
 
     def apply(self, result: StepResult) -> list[RequestOutput]:
-        """Take a step's result. Results of an older epoch, and second ones, are dropped."""
+        """Take a step's result; returns every output not taken yet, in order.
+
+        Results of an older epoch, and second ones, are dropped.
+        """
         if result.epoch != self.epoch or result.step not in self._in_flight:
-            return []
+            return self.take_outputs()
         flight = self._in_flight.pop(result.step)
         results = {entry.request_id: entry for entry in result.results}
         selection = merge_selection(result.selection)
@@ -147,14 +150,13 @@ class Scheduler:
             has_prefill = any(item.is_prefill for item in plan.items)
             self._rates.add_step(self._clock(), plan.num_tokens, has_prefill, sum(result.compute_ms))
             self._totals["computed"] += plan.num_tokens
-        outputs = []
         for item, sequence in zip(plan.items, flight.sequences, strict=True):
             sequence.in_flight -= 1
             if not sequence.is_ended:
                 stats = selection.get(item.request_id)
-                outputs.append(self._advance(sequence, item, results.get(item.request_id), stats))
+                self._outputs.append(self._advance(sequence, item, results.get(item.request_id), stats))
             self._settle(sequence)
-        return outputs
+        return self.take_outputs()
 
     def fail_plan(self, plan: StepPlan, message: str) -> None:
         """A plan did not run to its end: its sequences end with an error, and what it released is released again."""
@@ -233,10 +235,10 @@ class Scheduler:
         ended = self._add_chunks(sequence.held for sequence in self._ended)
         running = self._add_chunks([ended, *(self._predicted(s) for s in self._running.values())])
         final = self._add_chunks([ended, *(self._final(s) for s in self._running.values())])
-        candidates = [
+        candidates = (
             Candidate(s.request_id, self._predicted(s), self._final(s), s.is_protected, not s.must_replay, s.num_bypassed)
             for s in queue
-        ]
+        )
         admission = admit(candidates, running, final, self._meter.pools, self._slots.num_free_slots)
         for request_id, count in admission.bypassed:
             self._waiting[request_id].num_bypassed += count

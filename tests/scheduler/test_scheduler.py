@@ -1,0 +1,352 @@
+"""The Scheduler, one behaviour a test: aborts in every state, errors, preemption with replay, lanes, ends, restarts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from scheduler_loads import make_request, make_scheduler, make_stages, solo_tokens
+
+from qsa.errors import CapacityError, ContextLengthError, OverloadedError, RequestError
+from qsa.scheduler.plan import SequenceResult, StepPlan, StepResult
+from qsa.scheduler.request import FinishReason, RequestOutput, TokenOutput
+from qsa.scheduler.scheduler import Scheduler
+from qsa.scheduler.simulator import SimulatedStage, choose_token, scripted_result
+
+
+class Driver:
+    """Runs plans on counting stages when told to, and collects what clients would see."""
+
+    def __init__(self, *chunks: int, **settings: object) -> None:
+        chunks = chunks or (100, 100)
+        self.scheduler: Scheduler = make_scheduler(*chunks, **settings)
+        self.stages = [SimulatedStage(stage) for stage in make_stages(*chunks)]
+        self.outputs: list[RequestOutput] = []
+
+    def start(self, lane: int = 0) -> StepPlan | None:
+        plan = self.scheduler.next_plan(lane)
+        if plan is not None:
+            for stage in self.stages:
+                stage.run(StepPlan.from_bytes(plan.to_bytes()))
+        return plan
+
+    def finish(self, plan: StepPlan, choose=choose_token) -> None:
+        self.outputs += self.scheduler.apply(scripted_result(plan, choose))
+
+    def step(self, lane: int = 0, choose=choose_token) -> StepPlan | None:
+        plan = self.start(lane)
+        if plan is not None:
+            self.finish(plan, choose)
+        self.outputs += self.scheduler.take_outputs()
+        return plan
+
+    def drain(self, limit: int = 2000, lanes: int = 2) -> None:
+        for _ in range(limit):
+            plans = [self.step(lane) for lane in range(lanes)]
+            if not any(plans):
+                break
+        self.assert_empty()
+
+    def tokens(self, name: str) -> list[int]:
+        return [token.token_id for output in self.outputs if output.request_id == name for token in output.tokens]
+
+    def reason(self, name: str) -> FinishReason | None:
+        reasons = [o.finish_reason for o in self.outputs if o.request_id == name and o.finish_reason is not None]
+        assert len(reasons) <= 1, f"{name} ended {len(reasons)} times"
+        return reasons[0] if reasons else None
+
+    def assert_empty(self) -> None:
+        counters = self.scheduler.counters()
+        assert self.scheduler.is_idle, counters
+        assert (counters.num_waiting, counters.num_running, counters.num_in_flight, counters.num_slots) == (0, 0, 0, 0)
+        assert set(counters.held_chunks) == {0}
+        assert [stage.held for stage in self.stages] == [0] * len(self.stages)
+        assert [stage.num_sequences for stage in self.stages] == [0] * len(self.stages)
+
+
+def test_a_request_from_prompt_to_end():
+    driver = Driver()
+    request = make_request("r", prompt_len=300, max_tokens=3)
+    driver.scheduler.add(request)
+    plans = [driver.step() for _ in range(6)]
+    steps = [item for plan in plans if plan for item in plan.items]
+    assert [(s.start, s.end, s.is_prefill, s.sampling is not None) for s in steps] == [
+        (0, 128, True, False), (128, 256, True, False), (256, 300, True, True), (300, 301, False, True), (301, 302, False, True)
+    ]  # fmt: skip
+    assert plans[0].open_slots == ((steps[0].slot, 0),) and plans[5].release_slots == (steps[0].slot,)
+    assert driver.tokens("r") == solo_tokens(request) and driver.reason("r") is FinishReason.LENGTH
+    assert [o.computed_len for o in driver.outputs] == [0, 128, 256, 300, 300, 300]
+    assert {o.prompt_len for o in driver.outputs} == {300}
+    driver.drain()
+
+
+def test_chunks_of_one_prompt_overlap_but_decodes_do_not():
+    driver = Driver()
+    driver.scheduler.add(make_request("r", prompt_len=300))
+    first, second = driver.start(0), driver.start(1)
+    assert [(i.start, i.end) for plan in (first, second) for i in plan.items] == [(0, 128), (128, 256)]
+    assert driver.start(0) is None and driver.start(1) is None  # each lane has one plan in flight
+    driver.finish(first)
+    third = driver.start(0)
+    assert third.items[0].end == 300
+    driver.finish(second)
+    assert driver.start(1) is None  # the next token is not known yet
+    driver.finish(third)
+    assert [bool(driver.start(lane)) for lane in (0, 1)].count(True) == 1
+    assert driver.tokens("r") != []
+
+
+@pytest.mark.parametrize("state", ["waiting", "admitted", "prefill", "two_chunks", "decode", "between"])
+def test_abort_in_each_state_gives_memory_back_within_two_steps(state):
+    driver = Driver(max_sequences=1)
+    request = make_request("r", prompt_len=300, max_tokens=50)
+    if state == "waiting":
+        driver.scheduler.add(make_request("other", max_tokens=2))
+        driver.step()
+    driver.scheduler.add(request)
+    flights = []
+    if state == "prefill":
+        flights = [driver.start(0)]
+    elif state == "two_chunks":
+        flights = [driver.start(0), driver.start(1)]
+    elif state in ("decode", "between"):
+        while not driver.tokens("r"):
+            driver.step()
+        if state == "decode":
+            flights = [driver.start(0)]
+            assert flights[0].items[0].is_prefill is False
+    driver.scheduler.abort("r")
+    driver.scheduler.abort("r")
+    driver.outputs += driver.scheduler.take_outputs()
+    assert driver.reason("r") is FinishReason.ABORT, "the client hears at once"
+    before = len(driver.tokens("r"))
+    slot = flights[0].items[0].slot if flights else None
+    for plan in flights:
+        other = driver.start(1 - plan.lane)  # in flight still: nothing may release or reuse the slot
+        assert other is None or (slot not in other.release_slots and not other.open_slots)
+        driver.finish(plan)
+    plans = [driver.step(), driver.step()]
+    if flights:
+        assert [slot in (plan.release_slots if plan else ()) for plan in plans] == [True, False]
+    if state != "waiting":
+        driver.assert_empty()
+    driver.drain()
+    assert len(driver.tokens("r")) == before
+    counters = driver.scheduler.counters()
+    assert (counters.aborted, counters.added) == (1, 2 if state == "waiting" else 1)
+
+
+def test_late_foreign_and_double_results_are_dropped():
+    driver = Driver()
+    driver.scheduler.add(make_request("r"))
+    plan = driver.start()
+    result = scripted_result(plan, choose_token)
+    assert driver.scheduler.take_outputs() == [RequestOutput("r", prompt_len=10)]  # admitted
+    assert driver.scheduler.apply(replace(result, epoch=7)) == []
+    assert driver.scheduler.apply(replace(result, step=99)) == []
+    assert [len(o.tokens) for o in driver.scheduler.apply(result)] == [1]
+    assert driver.scheduler.apply(result) == []
+    driver.drain()
+
+
+def test_an_id_may_come_back_while_its_dead_self_is_in_flight():
+    driver = Driver()
+    request = make_request("r", max_tokens=3)
+    driver.scheduler.add(request)
+    plan = driver.start(0)
+    driver.scheduler.abort("r")
+    driver.scheduler.add(request)
+    with pytest.raises(RequestError, match="request id r is in use"):
+        driver.scheduler.add(request)
+    driver.scheduler.take_outputs()
+    second = driver.start(1)
+    assert second.items[0].slot != plan.items[0].slot
+    driver.finish(plan)
+    assert driver.tokens("r") == []
+    driver.finish(second)
+    driver.drain()
+    assert driver.tokens("r") == solo_tokens(request)
+
+
+def test_ends_by_token_by_stop_id_and_by_length():
+    for name, sampling, ending, expected, reason in [
+        ("eos", {}, 0, [], FinishReason.STOP),
+        ("ignored", {"ignore_eos": True}, 0, [0, 0, 0, 0, 0], FinishReason.LENGTH),
+        ("stop", {"stop_token_ids": (77,), "ignore_eos": True}, 77, [], FinishReason.STOP),
+    ]:
+        driver = Driver()
+        driver.scheduler.add(make_request(name, **sampling))
+        while driver.step(choose=lambda item, token=ending: token):
+            pass
+        assert (driver.tokens(name), driver.reason(name)) == (expected, reason)
+        driver.assert_empty()
+
+
+def test_an_error_ends_its_own_sequence_only():
+    driver = Driver()
+    requests = [make_request("good"), make_request("bad"), make_request("mute")]
+    for request in requests:
+        driver.scheduler.add(request)
+    while not driver.scheduler.is_idle:
+        for lane in (0, 1):
+            plan = driver.start(lane)
+            if plan is None:
+                continue
+            result = scripted_result(plan, choose_token)
+            broken = {"bad": SequenceResult("bad", error="logits are not finite"), "mute": SequenceResult("mute")}
+            results = tuple(broken.get(r.request_id, r) for r in result.results)
+            driver.outputs += driver.scheduler.apply(replace(result, results=results))
+    driver.outputs += driver.scheduler.take_outputs()
+    assert driver.tokens("good") == solo_tokens(requests[0])
+    errors = {o.request_id: o.error for o in driver.outputs if o.finish_reason is FinishReason.ERROR}
+    assert errors == {"bad": "logits are not finite", "mute": "the last stage gave no token for this step"}
+    driver.assert_empty()
+
+
+def test_a_failed_plan_ends_its_sequences_and_releases_them():
+    driver = Driver(max_sequences=2)
+    driver.scheduler.add(make_request("a", prompt_len=300))
+    driver.scheduler.add(make_request("b", max_tokens=3))
+    first = driver.scheduler.next_plan(0)  # stage 1 never sees this one
+    driver.stages[0].run(first)
+    driver.scheduler.fail_plan(first, "stage 1 failed at step 0")
+    driver.scheduler.fail_plan(first, "again")
+    driver.outputs += driver.scheduler.take_outputs()
+    (victim,) = {item.request_id for item in first.items}
+    survivor = "b" if victim == "a" else "a"
+    assert driver.reason(victim) is FinishReason.ERROR and driver.reason(survivor) is None
+    driver.drain()
+    assert driver.reason(survivor) is FinishReason.LENGTH
+    assert driver.scheduler.counters().failed == 1
+
+
+def test_releases_of_a_failed_plan_are_made_again():
+    driver = Driver(max_sequences=2)
+    driver.scheduler.add(make_request("a", max_tokens=1))
+    driver.step()
+    release = driver.scheduler.next_plan(0)
+    assert release.release_slots and not release.items
+    driver.scheduler.fail_plan(release, "lost")
+    assert driver.stages[0].held == 1
+    driver.drain()
+
+
+def test_two_sequences_that_need_the_last_chunk_both_finish():
+    driver = Driver(4, 4, growth_horizon=1)  # each needs 3 pages in the end
+    requests = [make_request(name, prompt_len=120, max_tokens=200) for name in ("one", "two")]
+    for request in requests:
+        driver.scheduler.add(request)
+    driver.drain()
+    for request in requests:
+        assert driver.tokens(request.request_id) == solo_tokens(request)
+    assert driver.scheduler.counters().preempted == 1
+
+
+def test_replay_after_preemption_repeats_the_same_steps_without_sampling():
+    driver = Driver(4, 4, growth_horizon=1)
+    requests = [make_request("one", 120, 200), make_request("two", 200, 120)]
+    for request in requests:
+        driver.scheduler.add(request)
+    lives: list[list] = [[]]
+    for _ in range(900):
+        for lane in (0, 1):
+            plan = driver.step(lane)
+            for item in plan.items if plan else ():
+                if item.request_id != "two":
+                    continue
+                if item.start == 0 and lives[-1]:
+                    lives.append([])
+                lives[-1].append(item)
+    assert len(lives) == 2, "the younger one was preempted once"
+    first, second = lives
+    assert 1 < len(first) < len(second)
+    for before, again in zip(first, second, strict=False):
+        assert (again.start, again.token_ids, again.is_prefill) == (before.start, before.token_ids, before.is_prefill)
+    assert all(item.sampling is None for item in second[: len(first) - 1])
+    assert driver.tokens("two") == solo_tokens(requests[1]), "no token twice, none lost"
+    driver.assert_empty()
+
+
+def test_refusals_leave_no_trace():
+    driver = Driver(6, 6)
+    with pytest.raises(ContextLengthError, match="maximum context length is 4096 tokens"):
+        driver.scheduler.add(make_request("long", 5000))
+    with pytest.raises(CapacityError, match="stage 0: 7 of 6"):
+        driver.scheduler.add(make_request("big", 700, 100))
+    assert driver.scheduler.counters().refused == 2 and driver.scheduler.counters().added == 0
+    driver.assert_empty()
+
+
+def test_overload_tells_when_to_come_back():
+    now = [0.0]
+    driver = Driver(max_sequences=2, max_waiting=1, clock=lambda: now[0])
+    for name in "abc":  # a burst on an idle engine: every place and the queue
+        driver.scheduler.add(make_request(name, prompt_len=100, max_tokens=400))
+    with pytest.raises(OverloadedError, match=r"0 requests run and 3 wait, at most 1 may wait for 2 places") as idle:
+        driver.scheduler.add(make_request("d"))
+    assert idle.value.retry_after_s == 1.0
+    for _ in range(12):
+        driver.step(0)
+        driver.step(1)
+        now[0] += 1.0
+    with pytest.raises(OverloadedError) as busy:
+        driver.scheduler.add(make_request("d"))
+    speed = driver.scheduler.counters().tokens_per_s
+    backlog = sum(500 - len(driver.tokens(name)) - (100 if driver.tokens(name) else 0) for name in "abc")
+    assert busy.value.retry_after_s == pytest.approx(backlog / 3 / speed, rel=0.02)
+    driver.drain()
+    driver.scheduler.add(make_request("d"))
+    driver.drain()
+
+
+def test_lanes_are_balanced_and_stay_so():
+    driver = Driver(max_sequences=8)
+    for i in range(6):
+        driver.scheduler.add(make_request(f"r{i}", max_tokens=40 if i % 2 else 200))
+    sizes = []
+    for _ in range(150):
+        plans = [driver.step(lane) for lane in (0, 1)]
+        sizes.append(tuple(sum(not i.is_prefill for i in plan.items) if plan else 0 for plan in plans))
+    assert (3, 3) in sizes
+    assert all(abs(a - b) <= 1 for a, b in sizes[-20:]) and sum(sizes[-1]) == 3
+    driver.drain()
+
+
+def test_counts_are_sent_only_when_a_penalty_needs_them():
+    for penalty, expected in (({}, ()), ({"frequency_penalty": 0.5}, ((9, 2),))):
+        driver = Driver()
+        driver.scheduler.add(make_request("r", **penalty))
+        for _ in range(2):
+            driver.step(choose=lambda item: 9)
+        assert driver.start().items[0].counts == expected
+
+
+def test_a_restart_recomputes_what_was_alive_and_drops_late_results():
+    driver = Driver()
+    requests = [make_request("a", 300, 20), make_request("b", 10, 20)]
+    for request in requests:
+        driver.scheduler.add(request)
+    for _ in range(6):
+        driver.step(0)
+        driver.step(1)
+    late = driver.start(0)
+    assert driver.scheduler.restart() == 1
+    driver.stages = [SimulatedStage(stage) for stage in make_stages(100, 100)]
+    assert driver.scheduler.apply(scripted_result(late, choose_token)) == []
+    driver.scheduler.fail_plan(late, "of the old epoch")
+    assert driver.start(0).epoch == 1
+    for flight in list(driver.scheduler._in_flight.values()):
+        driver.finish(flight.plan)
+    driver.drain()
+    for request in requests:
+        assert driver.tokens(request.request_id) == solo_tokens(request)
+
+
+def test_attended_share_comes_from_all_stages():
+    driver = Driver()
+    driver.scheduler.add(make_request("r", prompt_len=20, max_tokens=1))
+    plan = driver.start()
+    admitted, output = driver.scheduler.apply(scripted_result(plan, choose_token))
+    assert admitted == RequestOutput("r", prompt_len=20)
+    assert output.attended_share == 1.0 and output.tokens == (TokenOutput(solo_tokens(make_request("r", 20, 1))[0]),)
+    assert driver.scheduler.apply(StepResult(0, plan.step, 0)) == []
