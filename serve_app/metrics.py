@@ -1,0 +1,95 @@
+"""Prometheus metrics: what HTTP saw, and the engine's own statistics at the moment of the scrape."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class HttpMetrics:
+    """Counters of one app, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter("qsa_http_requests", "Answered requests.", ["endpoint", "status"], registry=self.registry)
+        self.in_flight = Gauge("qsa_http_requests_in_flight", "Requests being answered.", registry=self.registry)
+        self.disconnects = Counter("qsa_http_disconnects", "Clients that left before the end.", registry=self.registry)
+        self.stream_errors = Counter("qsa_http_stream_errors", "Streams that ended with an error.", registry=self.registry)
+        self.prompt_tokens = Counter("qsa_prompt_tokens", "Tokens of accepted prompts.", registry=self.registry)
+        self.generated_tokens = Counter("qsa_generated_tokens", "Tokens generated.", registry=self.registry)
+        self.first_token_s = Histogram(
+            "qsa_time_to_first_token_seconds", "From the request to its first token.", buckets=LATENCY_S, registry=self.registry
+        )
+        self.token_s = Histogram(
+            "qsa_time_per_output_token_seconds",
+            "Mean time between tokens, a sequence.",
+            buckets=LATENCY_S,
+            registry=self.registry,
+        )
+
+    def render(self, engine_stats: Any) -> bytes:
+        """The text format, with the engine's numbers as `qsa_engine_*`; None: the engine did not answer."""
+        return generate_latest(self.registry) + generate_latest(_engine_registry(engine_stats))
+
+
+class _EngineCollector(Collector):
+    """Every number of a tree of dataclasses as a gauge; entries of a list are told apart by `stage`."""
+
+    def __init__(self, stats: Any) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        families: dict[str, GaugeMetricFamily] = {}
+        for name, stage, value in numbers(self._stats):
+            family = families.get(name)
+            if family is None:
+                labels = ["stage"] if stage is not None else None
+                family = families[name] = GaugeMetricFamily(name, "From the engine's statistics.", labels=labels)
+            family.add_metric([] if stage is None else [stage], value)
+        yield from families.values()
+
+
+def _engine_registry(stats: Any) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(_EngineCollector(stats))
+    return registry
+
+
+def numbers(value: Any, name: str = "qsa_engine", stage: str | None = None) -> Iterator[tuple[str, str | None, float]]:
+    """All finite numbers below `value` with their names."""
+    if isinstance(value, (bool, int, float)):
+        if math.isfinite(value):
+            yield name, stage, float(value)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from numbers(item, f"{name}_{key}", stage)
+    elif isinstance(value, (list, tuple)):
+        if stage is None:
+            for index, item in enumerate(value):
+                yield from numbers(item, name, str(index))
+    elif dataclasses.is_dataclass(value):
+        yield from numbers(plain(value), name, stage)
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses, enumerations and tuples as what strict JSON can hold."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
