@@ -294,3 +294,9 @@ def test_folders_that_are_refused(folder):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: missing"):
         Tokenizer.from_folder(folder)
+
+
+def test_a_long_text_is_encoded_in_pieces_that_change_nothing(default):
+    text = "The quick brown fox isn't 123 jumps\n\n  over it's lazy dog; naïve 日本語 don 't. " * 2000
+    whole = default._backend.encode(text, add_special_tokens=False).ids
+    assert default.encode(text) == whole
