@@ -168,7 +168,8 @@ class Scheduler:
             if not sequence.is_ended:
                 self._outputs.append(self._end(sequence, FinishReason.ERROR, error=message))
             self._settle(sequence)
-        self._slots.release_again(plan.release_slots)
+        unopened = {s.slot for s in self._running.values() if s.slot is not None and not s.is_open}
+        self._slots.release_again(plan.release_slots, unopened)
 
     def restart(self) -> int:
         """Start a new epoch on empty stages: everything alive is computed again, results under way will be dropped."""

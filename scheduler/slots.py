@@ -6,7 +6,7 @@ a stage will hold after a plan is known when the plan is made, and no plan can m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 
 class SlotLedger:
@@ -21,7 +21,8 @@ class SlotLedger:
         """Everything is free, as on new stages."""
         self.free_chunks = list(self.pools)
         self._free_slots = list(range(self.max_sequences - 1, -1, -1))
-        self._to_release: list[tuple[int, tuple[int, ...]]] = []
+        self._to_release: list[tuple[int, tuple[int, ...]]] = []  # slot, chunks
+        self._again: list[int] = []  # slots to release although somebody waits in them
 
     @property
     def num_free_slots(self) -> int:
@@ -38,7 +39,7 @@ class SlotLedger:
 
     @property
     def has_releases(self) -> bool:
-        return bool(self._to_release)
+        return bool(self._to_release or self._again)
 
     def take_slot(self) -> int:
         return self._free_slots.pop()
@@ -56,19 +57,28 @@ class SlotLedger:
         """The next plan shall release the slot. Nothing of it may be in flight."""
         self._to_release.append((slot, held))
 
-    def release_again(self, slots: Iterable[int]) -> None:
-        """Release slots a second time, after a plan that may not have done it; slots that are in use again are left."""
+    def release_again(self, slots: Iterable[int], unopened: Collection[int]) -> None:
+        """Release slots a second time, after a plan that may not have done it.
+
+        Args:
+            unopened: slots in use that no plan has opened. The others in use are left alone: they were opened after a
+                release, and are released at their end.
+        """
         for slot in slots:
             if slot in self._free_slots:
                 self._free_slots.remove(slot)
                 self._to_release.append((slot, (0,) * len(self.pools)))
+            elif slot in unopened:
+                self._again.append(slot)
 
     def take_releases(self) -> list[int]:
         """Slots to release in the plan being made; for it and all later ones they and their chunks are free."""
         slots = [slot for slot, _ in self._to_release]
         self.free_chunks = add_chunks([self.free_chunks, *(held for _, held in self._to_release)], len(self.pools))
         self._free_slots += slots
+        slots += self._again
         self._to_release.clear()
+        self._again.clear()
         return slots
 
 
