@@ -1,0 +1,111 @@
+"""OutputPoller: one thread that fetches the outputs of all open requests and hands them to the event loops that wait."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+
+from qsa.actors.ray_errors import engine_error
+from qsa.errors import EngineDeadError
+from qsa.scheduler.request import RequestOutput
+
+Item = RequestOutput | EngineDeadError
+
+
+class _Mailbox:
+    """Where one request's outputs arrive, in the loop that reads them."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.queue: asyncio.Queue[Item] = asyncio.Queue()
+
+
+class OutputPoller:
+    """Asks once for all requests of this process, whatever event loops and threads they were sent from.
+
+    The thread sleeps while no request is open. When a poll fails the engine is gone: every open request is told so.
+    """
+
+    def __init__(self, poll: Callable[[], Sequence[RequestOutput]], name: str) -> None:
+        """`poll` blocks until there are outputs, or returns none after a while."""
+        self._poll, self._name = poll, name
+        self._mailboxes: dict[str, _Mailbox] = {}
+        self._changed = threading.Condition()
+        self._dead: str | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def dead_reason(self) -> str | None:
+        """Why no output will come any more; None while all is well."""
+        return self._dead
+
+    def open(self, request_id: str) -> asyncio.Queue[Item]:
+        """A queue in the running event loop for the request's outputs. Open it before the request is sent.
+
+        Raises:
+            EngineDeadError: nothing will come any more.
+        """
+        mailbox = _Mailbox()
+        with self._changed:
+            if self._dead is not None:
+                raise EngineDeadError(self._dead)
+            assert request_id not in self._mailboxes, f"request id {request_id} is in use"
+            self._mailboxes[request_id] = mailbox
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"{self._name} outputs", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        return mailbox.queue
+
+    def close(self, request_id: str) -> None:
+        """Nobody reads the request's outputs any more."""
+        with self._changed:
+            self._mailboxes.pop(request_id, None)
+
+    def fail(self, reason: str) -> None:
+        """End every open request with EngineDeadError, and refuse new ones. Only the first reason counts."""
+        with self._changed:
+            if self._dead is not None:
+                return
+            self._dead = reason
+            mailboxes = list(self._mailboxes.values())
+            self._changed.notify()
+        for mailbox in mailboxes:
+            _hand_over(mailbox.loop, [(mailbox, EngineDeadError(reason))])
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._mailboxes or self._dead is not None)
+                if self._dead is not None:
+                    return
+            try:
+                outputs = self._poll()
+            except Exception as error:  # of whatever kind: without polls no request can go on
+                self.fail(str(engine_error(error, "the scheduler")))
+                return
+            self._distribute(outputs)
+
+    def _distribute(self, outputs: Sequence[RequestOutput]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Mailbox, Item]]] = {}
+        with self._changed:
+            for output in outputs:
+                mailbox = self._mailboxes.get(output.request_id)
+                if mailbox is not None:
+                    by_loop.setdefault(mailbox.loop, []).append((mailbox, output))
+        for loop, items in by_loop.items():
+            _hand_over(loop, items)
+
+
+def _hand_over(loop: asyncio.AbstractEventLoop, items: Sequence[tuple[_Mailbox, Item]]) -> None:
+    """Put the items into their queues from another thread, waking the loop once."""
+
+    def put() -> None:
+        for mailbox, item in items:
+            mailbox.queue.put_nowait(item)
+
+    try:
+        loop.call_soon_threadsafe(put)
+    except RuntimeError:
+        return  # the loop was closed with requests open: nobody reads them

@@ -1,0 +1,263 @@
+"""Where the actors run: layers over stages, resources, names. The only place where `ray.remote` is applied."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from qsa.actors.scheduler_actor import SchedulerActor, SchedulerSpec
+from qsa.actors.stage import ModelBuilder, StageActor, StageSpec
+from qsa.config import MIB, EngineConfig
+from qsa.errors import ConfigError
+from qsa.kernels.registry import SparseConfig
+from qsa.kernels.summaries.code import load_calibration
+from qsa.model.checkpoint.load import Checkpoint, resolve_model
+from qsa.model.spec import ModelSpec
+
+NAMESPACE = "qsa"  # of all named actors, whatever namespace the driver has
+SCHEDULER_CPUS = 0.25
+HEAD_SHARE = 0.5  # the head counts like this share of its weights in layers: it runs for sampled rows only
+
+_remote: Any = ray.remote  # its annotations do not know concurrency groups
+_Stage = _remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2})(StageActor)
+_Scheduler = _remote(max_restarts=0, max_task_retries=0)(SchedulerActor)
+
+
+# what the configuration means for a model
+
+
+def calibration_of(config: EngineConfig) -> Path | None:
+    """The `code` calibration to use: the configured file, else one beside the model, else one shipped with QSA."""
+    if config.model.calibration is not None:
+        return Path(config.model.calibration)
+    model = resolve_model(config.model.path)
+    shipped = Path(__file__).resolve().parent.parent / "model" / "data"
+    for candidate in (model.with_name(f"{model.name}.code.safetensors"), shipped / f"{model.name}.code.safetensors"):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+def sparse_of(config: EngineConfig, calibration: Path | None = None) -> dict[int, SparseConfig]:
+    """All sparse configurations by id, with `auto` resolved by what the calibration offers."""
+    calibration = calibration or calibration_of(config)
+    scan_every = load_calibration(calibration, 0, 1).scan_every if calibration else None
+    return {number: entry.resolve(calibration is not None, scan_every) for number, entry in config.sparse.items()}
+
+
+def split_layers(spec: ModelSpec, num_stages: int, split: Sequence[int] | None = None) -> list[tuple[int, int]]:
+    """First layer and the one after the last, for each stage; `split` gives the counts, else the work is balanced.
+
+    Raises:
+        ConfigError: the layers do not go into so many stages.
+    """
+    if split is not None and (sum(split) != spec.num_layers or min(split) < 1):
+        raise ConfigError(f"pipeline.split is {list(split)}, but {spec.name} has {spec.num_layers} layers to share out")
+    if num_stages > spec.num_layers:
+        raise ConfigError(f"pipeline.num_stages is {num_stages}, but {spec.name} has only {spec.num_layers} layers")
+    counts = list(split) if split is not None else _balanced(spec, num_stages)
+    ends = [sum(counts[: stage + 1]) for stage in range(num_stages)]
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _balanced(spec: ModelSpec, num_stages: int) -> list[int]:
+    attention = spec.hidden_size * spec.head_dim * 2 * (spec.num_q_heads + spec.num_kv_heads)
+    layer = attention + 3 * spec.hidden_size * spec.intermediate_size
+    head = HEAD_SHARE * spec.hidden_size * spec.vocab_size / layer  # in layers
+    share = (spec.num_layers + head) / num_stages
+    last = max(1, round(share - head)) if num_stages > 1 else spec.num_layers
+    rest, others = spec.num_layers - last, num_stages - 1
+    if rest < others:
+        rest, last = others, spec.num_layers - others
+    return [rest // others + (stage < rest % others) for stage in range(others)] + [last]
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """Everything that is decided before an actor starts."""
+
+    max_model_len: int
+    stages: tuple[StageSpec, ...]
+    scheduler: SchedulerSpec
+
+    @property
+    def summary(self) -> str:
+        layers = ", ".join(f"layers {s.first_layer}-{s.last_layer - 1} with {s.num_chunks} MiB of KV" for s in self.stages)
+        return f"{len(self.stages)} stages on {self.stages[0].device}: {layers}"
+
+
+def plan_engine(config: EngineConfig, checkpoint: Checkpoint) -> EnginePlan:
+    """Turn the configuration into the actors' specs.
+
+    Raises:
+        ConfigError: settings that do not go with this model.
+        BudgetError: not enough memory; nothing has been started or read.
+    """
+    spec, pipeline = checkpoint.spec, config.pipeline
+    max_model_len = config.model.max_model_len or spec.max_model_len
+    if max_model_len > spec.max_model_len:
+        raise ConfigError(f"model.max_model_len is {max_model_len}, but {spec.name} reaches {spec.max_model_len} tokens")
+    calibration = calibration_of(config)
+    sparse = sparse_of(config, calibration)
+    layers = split_layers(spec, pipeline.num_stages, pipeline.split)
+    cores = len(os.sched_getaffinity(0))
+    stages = tuple(
+        StageSpec(
+            stage=stage,
+            num_stages=pipeline.num_stages,
+            first_layer=first,
+            last_layer=last,
+            model_path=str(checkpoint.path),
+            num_chunks=(config.cache.device_bytes or 512 * MIB) // MIB,
+            max_sequences=config.limits.max_sequences,
+            max_model_len=max_model_len,
+            sparse=sparse,
+            calibration_path=calibration,
+            dtype=config.model.dtype,
+            kv_dtype=config.model.kv_dtype,
+            quantization=config.model.quantization,
+            device="cuda" if pipeline.device == "cuda" else "cpu",
+            num_threads=pipeline.threads_per_stage or max(1, cores // pipeline.num_stages),
+        )
+        for stage, (first, last) in enumerate(layers)
+    )
+    scheduler = SchedulerSpec(
+        max_sequences=config.limits.max_sequences,
+        max_waiting=config.limits.max_waiting,
+        max_model_len=max_model_len,
+        prefill_chunk=config.limits.prefill_chunk,
+        growth_horizon=config.limits.growth_horizon,
+        eos_token_ids=checkpoint.eos_token_ids,
+        lanes=pipeline.lanes,
+        sparse=sparse,
+        vocab_size=spec.vocab_size,
+        default_sparse_id=config.default_sparse_id,
+    )
+    return EnginePlan(max_model_len, stages, scheduler)
+
+
+# resources and actors
+
+
+def engine_bundles(config: EngineConfig) -> list[dict[str, float]]:
+    """What the engine's actors reserve: the scheduler, then one bundle a stage. A Serve deployment puts these behind its
+    replica's own bundle in `placement_group_bundles`."""
+    stage = {"CPU": config.pipeline.cpus_per_stage}
+    if config.pipeline.device == "cuda":
+        stage["GPU"] = 1.0
+    stage = {name: amount for name, amount in stage.items() if amount > 0} or {"CPU": 0.01}  # a bundle cannot be empty
+    return [{"CPU": SCHEDULER_CPUS}, *(dict(stage) for _ in range(config.pipeline.num_stages))]
+
+
+@dataclass
+class EngineActors:
+    """Handles of a running engine's actors; `group` is set when the engine made its placement group itself."""
+
+    scheduler: Any
+    stages: list[Any]
+    group: PlacementGroup | None
+
+    def kill(self) -> None:
+        """End all actors at once and give the placement group back. Works when they, or Ray, are gone already."""
+        for actor in (self.scheduler, *self.stages):
+            with contextlib.suppress(Exception):
+                ray.kill(actor)
+        if self.group is not None:
+            with contextlib.suppress(Exception):
+                remove_placement_group(self.group)
+
+
+def start_actors(plan: EnginePlan, config: EngineConfig, name: str, build: ModelBuilder) -> EngineActors:
+    """Create scheduler and stages, named `qsa/<name>/scheduler` and `qsa/<name>/stage0`; nothing is loaded yet.
+
+    Inside a Serve replica with a placement group its bundles are used, from the second on; otherwise the engine makes
+    a group of its own. The actors belong to this process and end with it.
+
+    Raises:
+        ConfigError: the cluster has not the resources, or the name is taken.
+    """
+    bundles = engine_bundles(config)
+    current = ray.util.get_current_placement_group()
+    if current is not None and len(current.bundle_specs) <= len(bundles):
+        raise ConfigError(
+            f"this placement group has {len(current.bundle_specs)} bundles, but the engine needs {len(bundles)} behind"
+            " the first one; see engine_bundles"
+        )
+    group = current or _reserve(bundles, config.pipeline.start_timeout_s)
+    actors = EngineActors(None, [], None if current is not None else group)
+    first = 0 if current is None else 1
+
+    def options(actor: str, bundle: int) -> dict[str, Any]:
+        resources = bundles[bundle]
+        return {
+            "name": f"qsa/{name}/{actor}",
+            "namespace": NAMESPACE,
+            "num_cpus": resources.get("CPU", 0),
+            "num_gpus": resources.get("GPU", 0),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=first + bundle),
+        }
+
+    try:
+        for spec in plan.stages:
+            actors.stages.append(_Stage.options(**options(f"stage{spec.stage}", 1 + spec.stage)).remote(spec, build))
+        actors.scheduler = _Scheduler.options(**options("scheduler", 0)).remote(plan.scheduler, actors.stages)
+    except BaseException as error:
+        actors.kill()
+        if isinstance(error, ValueError) and "already" in str(error):
+            raise ConfigError(f"an engine named {name} is running in this cluster; give this one another name") from None
+        raise
+    return actors
+
+
+def _reserve(bundles: list[dict[str, float]], timeout_s: float) -> PlacementGroup:
+    group = placement_group(bundles, strategy="PACK")
+    deadline = time.monotonic() + min(timeout_s, 30.0)
+    while not group.wait(timeout_seconds=1):
+        if time.monotonic() > deadline:
+            remove_placement_group(group)
+            free = ray.available_resources()  # type: ignore[no-untyped-call]
+            wanted = {kind: sum(b.get(kind, 0.0) for b in bundles) for kind in ("CPU", "GPU")}
+            raise ConfigError(
+                f"the engine reserves {wanted['CPU']:g} CPU and {wanted['GPU']:g} GPU, but the Ray cluster has"
+                f" {free.get('CPU', 0):g} CPU and {free.get('GPU', 0):g} GPU free; lower pipeline.cpus_per_stage"
+            )
+    return group
+
+
+def start_local_ray(*, num_cpus: int | None = None, include_dashboard: bool = False, dashboard_port: int | None = None) -> str:
+    """Start a Ray cluster of this process's own, on this machine only; it ends with `ray.shutdown` or the process.
+
+    Every port is on 127.0.0.1, and token authentication is on unless RAY_AUTH_MODE says otherwise: Ray keeps the token in
+    ~/.ray/auth_token, where its command-line tools find it.
+
+    Returns:
+        The cluster's address.
+    """
+    # Ray replaces 127.0.0.1 by the host's address and then listens on every interface, except with this switch of its
+    # macOS and Windows ports. Processes that Ray starts read the variable; this one has read it already.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    context: Any = ray.init(
+        address="local",
+        _node_ip_address="127.0.0.1",
+        num_cpus=num_cpus or max(4, len(os.sched_getaffinity(0))),
+        include_dashboard=include_dashboard,
+        dashboard_host="127.0.0.1",
+        dashboard_port=dashboard_port,
+        namespace=NAMESPACE,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    return str(context.address_info["gcs_address"])

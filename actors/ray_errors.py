@@ -1,0 +1,44 @@
+"""From Ray's exceptions back to the engine's own: the original error where there is one, else one clear line."""
+
+from __future__ import annotations
+
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from qsa.errors import EngineDeadError, QSAError
+
+
+def original_error(error: BaseException) -> BaseException:
+    """What the remote method itself raised; `error` when it did not raise at all."""
+    while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException) and error.cause is not error:
+        error = error.cause
+    return error
+
+
+def is_actor_death(error: BaseException) -> bool:
+    """Whether a call failed because its actor, or one whose result it waited for, is gone."""
+    return isinstance(original_error(error), RayActorError)
+
+
+def engine_error(error: BaseException, who: str) -> QSAError:
+    """The error to raise to a caller for a failed call to `who`, without Ray's traceback blob."""
+    cause = original_error(error)
+    if isinstance(cause, QSAError):
+        return cause
+    if isinstance(cause, RayActorError):
+        return EngineDeadError(f"{who} has died: {_first_line(cause)}")
+    if isinstance(cause, (GetTimeoutError, TimeoutError)):
+        return EngineDeadError(f"{who} has not answered in time")
+    if isinstance(cause, RayError):
+        return EngineDeadError(f"{who} cannot be reached: {_first_line(cause)}")
+    return EngineDeadError(f"{who} failed: {describe(cause)}")
+
+
+def describe(error: BaseException) -> str:
+    """An unexpected error in one line."""
+    cause = original_error(error)
+    return f"{type(cause).__name__}: {_first_line(cause)}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__
