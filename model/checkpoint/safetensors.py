@@ -57,6 +57,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{path}: cannot read: {error.strerror}") from None
     except ValueError as error:
         raise CheckpointError(f"{path}: the header is not JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: the header must hold an object, found {type(header).__name__}")
     tensors: dict[str, StoredTensor] = {}
     for name, entry in header.items():
         if name != "__metadata__":

@@ -150,6 +150,8 @@ def check_tensors(spec: ModelSpec, found: Mapping[str, StoredTensor], extra: Ite
     Raises:
         CheckpointError: naming the file and every tensor that is missing, unknown or has a wrong shape (first few).
     """
+    if spec.num_layers > len(found):  # also keeps a damaged layer count from being enumerated
+        raise CheckpointError(f"{where}: the configuration says {spec.num_layers} layers, the files hold {len(found)} tensors")
     wanted = stage_tensors(spec, 0, spec.num_layers, embedding=True, head=True)
     problems = [f"{where}: tensor {name} is missing" for name in wanted if name not in found]
     unknown = [*extra, *(tensor for name, tensor in found.items() if name not in wanted)]

@@ -205,6 +205,12 @@ def test_random_damage_never_crashes(tmp_path):
     assert refused > 10
 
 
+def test_absurd_layer_count(tmp_path):
+    write_gguf(tmp_path / "model.gguf", "llama", FIELDS | {"block_count": 4_000_000_000}, full_set())
+    with pytest.raises(CheckpointError, match="says 4000000000 layers"):
+        open_checkpoint(str(tmp_path / "model.gguf"))
+
+
 def test_split_files(tmp_path):
     tensors = full_set()
     names = sorted(tensors)
