@@ -88,9 +88,7 @@ class SparseConfig:
         if isinstance(self.reselect_every, int):
             return self.reselect_every
         if layer >= len(self.reselect_every):
-            raise ValueError(
-                f"sparse.reselect_every has {len(self.reselect_every)} entries, but the model has a layer {layer}"
-            )
+            raise ValueError(f"sparse.reselect_every has {len(self.reselect_every)} entries, but the model has a layer {layer}")
         return self.reselect_every[layer]
 
 
