@@ -1,0 +1,296 @@
+"""Memory planner: what fits, where it goes, what to change when it does not. Reads headers only, starts nothing.
+
+`plan_memory` is what an engine's start and `qsa plan` both call, so what is printed is what would happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from qsa.config import EngineConfig
+from qsa.errors import BudgetError, ConfigError
+from qsa.kernels.registry import SparseConfig
+from qsa.kernels.summaries.code import load_calibration
+from qsa.memory.budget import (
+    StageNeed,
+    available_device_bytes,
+    available_host_bytes,
+    gib,
+    share_cards,
+    share_host,
+    split_layers,
+)
+from qsa.memory.layout import KVLayout, SummaryLayout, sequence_chunks
+from qsa.model.attention import summary_layout
+from qsa.model.build import kv_layout, resolve_dtype
+from qsa.model.checkpoint.load import Checkpoint, resolve_model
+from qsa.model.decoder import PREFILL_COPY_BYTES
+from qsa.model.spec import ModelSpec
+
+PROCESS_BYTES = 400 << 20  # interpreter, torch and Ray of one stage on the host
+HEAD_SHARE = 0.5  # the head counts like this share of its weights in layers: it runs for sampled rows only
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage: its layers, where its memory goes, and what its pool holds. Sizes in bytes, chunks of 1 MiB.
+
+    `sequence_chunks`: of one sequence at full length, with the configuration that needs most.
+    """
+
+    first_layer: int
+    last_layer: int
+    weight_bytes: int
+    workspace_bytes: int
+    num_chunks: int
+    sequence_chunks: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.workspace_bytes + (self.num_chunks << 20)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What every stage takes and what fits. `longest_sequence`: tokens of a request that is alone."""
+
+    model_name: str
+    device: str
+    available_bytes: tuple[int, ...]
+    stages: tuple[StagePlan, ...]
+    max_model_len: int
+    max_sequences: int
+    page_size: int
+    longest_sequence: int
+
+    @property
+    def full_sequences(self) -> int:
+        """Sequences of full length that fit at the same time."""
+        return min(stage.num_chunks // stage.sequence_chunks for stage in self.stages)
+
+    def table(self) -> str:
+        """The plan for a terminal."""
+        rows: list[tuple[str, ...]] = [("stage", "layers", "weights", "workspace", "KV pool", "total", "a full sequence")]
+        for number, stage in enumerate(self.stages):
+            layers = f"{stage.first_layer}-{stage.last_layer - 1}"
+            sizes = (stage.weight_bytes, stage.workspace_bytes, stage.num_chunks << 20, stage.total_bytes)
+            rows.append((str(number), layers, *map(gib, sizes), f"{stage.sequence_chunks} of {stage.num_chunks} chunks"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join([f"{self.model_name} on {self.device}, {self._available()}", *lines, *self._remarks()])
+
+    def _available(self) -> str:
+        if self.device == "cpu":
+            total = sum(stage.total_bytes for stage in self.stages)
+            return f"{gib(self.available_bytes[0])} available, {gib(total)} planned (a chunk takes memory once it is used)"
+        return "free: " + ", ".join(map(gib, self.available_bytes))
+
+    def _remarks(self) -> list[str]:
+        lines = [
+            f"a page is {self.page_size} tokens of one layer; limits.max_sequences {self.max_sequences},"
+            f" model.max_model_len {self.max_model_len}",
+        ]
+        if self.full_sequences >= self.max_sequences:
+            lines.append(f"all {self.max_sequences} sequences fit at full length")
+        elif self.full_sequences:
+            lines.append(
+                f"{self.full_sequences} of {self.max_sequences} sequences fit at full length, the others wait or are shorter;"
+                f" all would need cache.device_bytes of {self._wanted_mib()} MiB"
+            )
+        else:
+            lines.append(
+                f"a request may have {self.longest_sequence} tokens at most, not the {self.max_model_len} of"
+                f" model.max_model_len; one of full length needs cache.device_bytes of {max(s.sequence_chunks for s in self.stages)} MiB"
+            )
+        return lines
+
+    def _wanted_mib(self) -> int:
+        return max(stage.sequence_chunks for stage in self.stages) * self.max_sequences
+
+
+def plan_memory(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    *,
+    sparse: Mapping[int, SparseConfig],
+    code_dim: int | None,
+    layers: Sequence[tuple[int, int]] | None = None,
+    available: Sequence[int] | None = None,
+) -> MemoryPlan:
+    """Share the memory between weights, workspace and KV of every stage.
+
+    Args:
+        sparse:    configurations by id, with `auto` resolved.
+        code_dim:  of the model's calibration; None without one.
+        layers:    first layer and the one after the last, of each stage; default: `stage_layers`.
+        available: free bytes, one number for the host or one a card; default: probed now.
+
+    Raises:
+        BudgetError: it does not fit; the message says which setting to change.
+        ConfigError: settings that do not go with this model.
+    """
+    spec, num_stages = checkpoint.spec, config.pipeline.num_stages
+    max_model_len = model_len(spec, config)
+    layers = layers if layers is not None else stage_layers(spec, config)
+    device = planned_device(config)
+    kv = kv_layout(checkpoint, resolve_dtype(config.model.kv_dtype, resolve_dtype(config.model.dtype)))
+    summaries = [summary_layout(entry, spec.num_kv_heads, spec.head_dim, code_dim) for entry in sparse.values()]
+    needs = [_stage_need(checkpoint, config, kv, summaries, max_model_len, first, last) for first, last in layers]
+    if device == "cpu":
+        available = available if available is not None else [available_host_bytes()]
+        chunks = share_host(needs, available[0], config.cache.device_bytes)
+    else:
+        available = available if available is not None else _free_on_cards(num_stages)
+        chunks = share_cards(needs, available, config.cache.device_bytes)
+    stages = tuple(
+        StagePlan(first, last, need.weight_bytes, need.workspace_bytes, num_chunks, need.sequence_chunks)
+        for (first, last), need, num_chunks in zip(layers, needs, chunks, strict=True)
+    )
+    longest = min(
+        _longest_sequence(kv, summaries, stage.last_layer - stage.first_layer, stage.num_chunks, max_model_len)
+        for stage in stages
+    )
+    return MemoryPlan(
+        model_name=config.model.name or spec.name,
+        device=device,
+        available_bytes=tuple(available),
+        stages=stages,
+        max_model_len=max_model_len,
+        max_sequences=config.limits.max_sequences,
+        page_size=kv.page_size,
+        longest_sequence=longest,
+    )
+
+
+# what the configuration means for a model
+
+
+def model_len(spec: ModelSpec, config: EngineConfig) -> int:
+    """Longest sequence in tokens.
+
+    Raises:
+        ConfigError: model.max_model_len is more than the model reaches.
+    """
+    wanted = config.model.max_model_len or spec.max_model_len
+    if wanted > spec.max_model_len:
+        raise ConfigError(f"model.max_model_len is {wanted}, but {spec.name} reaches {spec.max_model_len} tokens; lower it")
+    return wanted
+
+
+def planned_device(config: EngineConfig) -> str:
+    """Where the stages compute: `cpu` or `cuda`."""
+    if config.pipeline.device != "auto":
+        return config.pipeline.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def stage_layers(spec: ModelSpec, config: EngineConfig) -> list[tuple[int, int]]:
+    """First layer and the one after the last, for each stage: as pipeline.split says, else balanced.
+
+    Raises:
+        ConfigError: the layers do not go into so many stages.
+    """
+    split, num_stages = config.pipeline.split, config.pipeline.num_stages
+    if split is not None and (sum(split) != spec.num_layers or min(split) < 1):
+        raise ConfigError(
+            f"pipeline.split is {list(split)}, {sum(split)} layers, but {spec.name} has {spec.num_layers};"
+            " every stage needs at least one"
+        )
+    counts = split if split is not None else split_layers(spec.num_layers, num_stages, head_cost_layers(spec))
+    ends = [sum(counts[: stage + 1]) for stage in range(num_stages)]
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def head_cost_layers(spec: ModelSpec) -> float:
+    """Time of the head in layers, estimated from the sizes of its weights and a layer's."""
+    attention = 2 * spec.hidden_size * spec.head_dim * (spec.num_q_heads + spec.num_kv_heads)
+    layer = attention + 3 * spec.hidden_size * spec.intermediate_size
+    return HEAD_SHARE * spec.hidden_size * spec.vocab_size / layer
+
+
+def find_calibration(config: EngineConfig) -> Path | None:
+    """The `code` calibration to use: the configured file, else one beside the model, else one shipped with QSA."""
+    if config.model.calibration is not None:
+        return Path(config.model.calibration)
+    model = resolve_model(config.model.path)
+    shipped = Path(__file__).resolve().parent.parent / "model" / "data"
+    candidates = (model.with_name(f"{model.name}.code.safetensors"), shipped / f"{model.name}.code.safetensors")
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def sparse_configs(config: EngineConfig, calibration: Path | None) -> tuple[dict[int, SparseConfig], int | None]:
+    """All sparse configurations by id, with `auto` resolved by what the calibration offers, and its code_dim."""
+    loaded = load_calibration(calibration, 0, 1) if calibration else None
+    scan_every = loaded.scan_every if loaded else None
+    sparse = {number: entry.resolve(loaded is not None, scan_every) for number, entry in config.sparse.items()}
+    return sparse, loaded.code_dim if loaded else None
+
+
+# parts of plan_memory
+
+
+def _stage_need(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    kv: KVLayout,
+    summaries: Sequence[SummaryLayout],
+    max_model_len: int,
+    first: int,
+    last: int,
+) -> StageNeed:
+    def chunks(seq_len: int) -> int:
+        return max(sequence_chunks(kv, summary, last - first, seq_len) for summary in summaries)
+
+    full = chunks(max_model_len)
+    return StageNeed(
+        weight_bytes=_weight_bytes(checkpoint, config, first, last),
+        workspace_bytes=_workspace_bytes(checkpoint.spec, config),
+        wanted_chunks=full * config.limits.max_sequences,
+        sequence_chunks=full,
+        least_chunks=chunks(1),
+    )
+
+
+def _weight_bytes(checkpoint: Checkpoint, config: EngineConfig, first: int, last: int) -> int:
+    """Weights of a stage in memory: packed as stored, with copies for prefill where the model makes them, else in `dtype`."""
+    element_bytes = resolve_dtype(config.model.dtype).itemsize
+    if not checkpoint.is_quantized or config.model.quantization == "none":
+        return checkpoint.stage_weight_bytes(first, last, bytes_per_weight=element_bytes)
+    packed = checkpoint.stage_weight_bytes(first, last)
+    whole = checkpoint.stage_weight_bytes(0, checkpoint.spec.num_layers, bytes_per_weight=2)
+    copies = checkpoint.stage_weight_bytes(first, last, bytes_per_weight=2) if whole <= PREFILL_COPY_BYTES else 0
+    return packed + copies
+
+
+def _workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
+    """Activations of a chunk of a prompt and the logits of a step, in float32, and the process itself on the host."""
+    row = 8 * spec.hidden_size + 3 * spec.intermediate_size + 3 * spec.num_q_heads * spec.head_dim
+    activations = 4 * config.limits.prefill_chunk * row
+    logits = 4 * spec.vocab_size * (config.limits.max_sequences + 1)
+    return activations + logits + PROCESS_BYTES
+
+
+def _longest_sequence(
+    kv: KVLayout, summaries: Sequence[SummaryLayout], num_layers: int, num_chunks: int, max_model_len: int
+) -> int:
+    """Most tokens, up to max_model_len, of a sequence that has the pool to itself."""
+    low, high = 0, max_model_len
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = all(sequence_chunks(kv, summary, num_layers, middle) <= num_chunks for summary in summaries)
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low
+
+
+def _free_on_cards(num_stages: int) -> list[int]:
+    found = torch.cuda.device_count()
+    if found < num_stages:
+        raise BudgetError(
+            f"pipeline.num_stages is {num_stages} with one card each, but {found} are there;"
+            " lower pipeline.num_stages or set pipeline.device to cpu"
+        )
+    return [available_device_bytes(torch.device("cuda", index)) for index in range(num_stages)]
