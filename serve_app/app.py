@@ -1,0 +1,138 @@
+"""The Ray Serve application: a replica that owns its engine, with all actors in the replica's placement group.
+
+    serve run qsa.serve_app.app:app                                        the default model
+    serve run qsa.serve_app.app:build_app model=/models/x limits.max_sequences=4
+    serve deploy serve.yaml                                                the same from a file
+
+A replica reserves one placement group: bundle 0 for itself, then the engine's bundles, the scheduler's and one a stage.
+The engine's actors are children of the replica, so a redeploy, a crash or `kill -9` of the replica ends them too. The
+replica answers HTTP and nothing else; busy is decided by the engine's admission, so Serve's own queue limits are out of
+the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Any
+
+import ray
+from fastapi import FastAPI
+from ray import serve
+
+from qsa.actors.engine import Engine
+from qsa.actors.placement import engine_bundles
+from qsa.config import EngineConfig, load_config
+from qsa.errors import ConfigError, EngineDeadError
+from qsa.serve_app.api import make_api
+
+logger = logging.getLogger(__name__)
+
+REPLICA_CPUS = 0.25
+MAX_ONGOING = 4096  # far above what the engine admits: whoever comes on top is told 429 by the engine, with a reason
+HEALTH_PERIOD_S = 2.0  # Serve replaces a replica after three failures in a row
+HEALTH_TIMEOUT_S = 30.0  # of one check, for a machine that is short of CPU
+DRAIN_MARGIN_S = 10.0  # between the end of the last stream and the moment Serve kills the replica
+
+
+@serve.deployment
+@serve.ingress()
+class EngineReplica:
+    """One engine behind HTTP. State: the engine and its API; both end with the replica."""
+
+    async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]
+        """Start the engine; the replica takes requests only once it is ready.
+
+        Raises:
+            QSAError: the engine cannot start. Nothing of it is left.
+        """
+        config = EngineConfig.model_validate(settings)
+        context = serve.get_replica_context()
+        name = f"{context.app_name}/{context.replica_tag}"
+        report = logger.info
+        self._engine = await asyncio.to_thread(Engine.start, config, name=name, on_progress=report)
+        self._app = make_api(self._engine, config)
+        self._watch = asyncio.create_task(self._drain_when_stopping(config.server.drain_s))
+
+    def __repr__(self) -> str:
+        return f"EngineReplica({self._engine.model_name})"
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._app
+
+    async def check_health(self) -> None:
+        """Called by Serve, which replaces the replica, and with it the engine, when this keeps failing."""
+        health = await self._engine.health()
+        if not health.ok:
+            raise EngineDeadError(health.reason or "the engine is not healthy")
+
+    async def _drain_when_stopping(self, drain_s: float) -> None:
+        while not _is_stopping():
+            await asyncio.sleep(0.25)
+        await self._app.state.api.drain(drain_s)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # the constructor failed
+            self._watch.cancel()
+            self._engine.close()
+
+
+def _is_stopping() -> bool:
+    """Whether Serve has asked this replica to end. Serve waits for open requests but tells nobody, so it is looked up."""
+    worker = ray._private.worker.global_worker
+    actor = worker.actors.get(worker.actor_id)
+    return bool(getattr(getattr(actor, "_replica_impl", None), "_shutting_down", False))
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as dotted names; what is below `sparse` stays whole, its keys are ids."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        full = f"{prefix}{name}"
+        if isinstance(value, dict) and full != "sparse":
+            flat |= _flatten(value, f"{full}.")
+        else:
+            flat[full] = value
+    return flat
+
+
+def config_from_args(args: dict[str, Any]) -> EngineConfig:
+    """Settings as Serve hands them over: dotted names or nested, `config` a YAML file, `model` short for `model.path`.
+
+    Raises:
+        ConfigError: an unknown or wrong setting, by name.
+    """
+    values = dict(args)
+    path = values.pop("config", None)
+    if isinstance(values.get("model"), str):
+        values["model.path"] = values.pop("model")
+    return load_config(path, _flatten(values))
+
+
+def make_app(config: EngineConfig) -> serve.Application:
+    """The application of one configuration, ready for `serve.run`."""
+    deployment = EngineReplica.options(  # type: ignore[attr-defined]
+        ray_actor_options={"num_cpus": REPLICA_CPUS},
+        placement_group_bundles=[{"CPU": REPLICA_CPUS}, *engine_bundles(config)],
+        placement_group_strategy="PACK",
+        max_ongoing_requests=MAX_ONGOING,
+        max_queued_requests=-1,
+        max_constructor_retry_count=1,  # a wrong setting does not get better
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=0.25,
+        graceful_shutdown_timeout_s=config.server.drain_s + DRAIN_MARGIN_S,
+    )
+    return deployment.bind(config.model_dump(mode="json"))
+
+
+def build_app(args: dict[str, Any]) -> serve.Application:
+    """Builder for `serve run` and `serve deploy`; see `config_from_args`."""
+    try:
+        return make_app(config_from_args(args))
+    except ConfigError as error:
+        raise ValueError(str(error)) from None  # Serve shows it with the class's name
+
+
+app = make_app(EngineConfig())

@@ -1,0 +1,117 @@
+"""`qsa serve` in one call: a Ray cluster and Serve of this process's own, until it is told to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable
+
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions, ProxyLocation
+
+from qsa.actors.placement import plan_engine, start_local_ray
+from qsa.config import EngineConfig
+from qsa.errors import ConfigError, EngineDeadError
+from qsa.model.checkpoint.load import open_checkpoint
+from qsa.serve_app.app import make_app
+
+APP_NAME = "qsa"
+IDLE_CONNECTION_S = 75  # longer than the pools of HTTP clients keep theirs
+POLL_S = 0.5
+
+
+def check_port(host: str, port: int) -> None:
+    """See whether the HTTP server could listen there.
+
+    Raises:
+        ConfigError: the port is taken, or the address is not this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        raise ConfigError(f"server.host is {host}, which is not an address") from None
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except PermissionError:
+            raise ConfigError(f"server.port {port} needs more rights; choose one above 1023") from None
+        except OSError as error:
+            why = "is taken" if "in use" in str(error).lower() else f"cannot be used ({error.strerror})"
+            raise ConfigError(f"server.port {port} on {host} {why}; choose another with --port") from None
+
+
+def check_model(config: EngineConfig) -> None:
+    """Read the model's headers and plan its memory, before anything is started.
+
+    Raises:
+        QSAError: what the engine would say, some seconds later.
+    """
+    checkpoint = open_checkpoint(config.model.path)
+    try:
+        plan_engine(config, checkpoint)
+    finally:
+        checkpoint.close()
+
+
+def start_serving(config: EngineConfig) -> None:
+    """Deploy the application on the Ray cluster this process is attached to; returns when it can answer.
+
+    Raises:
+        EngineDeadError: the application could not be deployed; the message is the engine's own.
+    """
+    options = HTTPOptions(host=config.server.host, port=config.server.port, keep_alive_timeout_s=IDLE_CONNECTION_S)
+    serve.start(proxy_location=ProxyLocation.HeadOnly, http_options=options)
+    try:
+        serve.run(make_app(config), name=APP_NAME, route_prefix="/")
+    except RuntimeError as error:
+        raise EngineDeadError(_reason(str(error))) from None
+
+
+def _reason(message: str) -> str:
+    """The last line of the exception inside Serve's report."""
+    status = serve.status().applications.get(APP_NAME)
+    lines = [line.strip() for line in (status.message if status else message).splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("qsa.errors.")]
+    return errors[-1].partition(": ")[2] if errors else (lines or [message])[-1]
+
+
+def stop_serving() -> None:
+    """End the application; its open streams get server.drain_s. Serve itself ends with the cluster, which is ours."""
+    with contextlib.suppress(Exception):
+        serve.delete(APP_NAME)
+
+
+def serve_blocking(config: EngineConfig, on_ready: Callable[[], None] | None = None) -> None:
+    """Serve until interrupted (KeyboardInterrupt, SystemExit); then stop everything that was started.
+
+    Raises:
+        ConfigError:     port taken, or a setting that cannot work; nothing has been started.
+        CheckpointError: the model cannot be read; nothing has been started.
+        EngineDeadError: the engine did not start, or ended for good; nothing is left running.
+    """
+    check_port(config.server.host, config.server.port)
+    check_model(config)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    try:
+        start_local_ray()
+        start_serving(config)
+        if on_ready is not None:
+            on_ready()
+        while True:
+            time.sleep(POLL_S)
+            _raise_if_failed()
+    finally:
+        if ray.is_initialized():
+            stop_serving()
+            ray.shutdown()
+
+
+def _raise_if_failed() -> None:
+    """A replica that dies is replaced by Serve; only an application that cannot be brought back ends the server."""
+    status = serve.status().applications.get(APP_NAME)
+    if status is None or status.status == "DEPLOY_FAILED":
+        raise EngineDeadError(_reason("the application is gone"))
