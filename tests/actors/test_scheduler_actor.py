@@ -1,0 +1,288 @@
+"""SchedulerActor in-process over scripted stages: the step loop, leases, the watchdog, and what one failure may touch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import numpy as np
+import pytest
+from scripted_stage import CRAWL, CRAWL_S, NAN, RAISE_0, RAISE_LAST, SLOW, VOCAB_SIZE, LocalStage, expected_tokens
+
+from qsa.actors.scheduler_actor import SchedulerActor, SchedulerSpec
+from qsa.actors.stage import StageSpec
+from qsa.actors.watchdog import DEAD_TICKS, UNHEALTHY_TICKS, Watchdog
+from qsa.errors import EngineDeadError, OverloadedError, RequestError
+from qsa.kernels.registry import SparseConfig
+from qsa.scheduler.request import FinishReason, SamplingParams
+
+SPARSE = {0: SparseConfig(dense=True), 1: SparseConfig()}
+NUM_CHUNKS = 96
+
+
+class Harness:
+    """A scheduler over scripted stages, and a client that collects what each request got."""
+
+    def __init__(self, num_stages: int = 2, **settings) -> None:
+        values = dict(
+            max_sequences=4, max_waiting=8, max_model_len=4096, prefill_chunk=64, growth_horizon=64, eos_token_ids=(2,), lanes=2
+        )
+        spec = SchedulerSpec(**values | settings, sparse=SPARSE, vocab_size=VOCAB_SIZE, default_sparse_id=1)
+        self.stages = [
+            LocalStage(StageSpec(n, num_stages, 2 * n, 2 * n + 2, "scripted", NUM_CHUNKS, 4, 4096, SPARSE))
+            for n in range(num_stages)
+        ]
+        self.actor = SchedulerActor(spec, self.stages)
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, tuple[FinishReason, str | None]] = {}
+        self._collector: asyncio.Task | None = None
+
+    async def __aenter__(self):
+        await self.actor.begin([stage.capacity for stage in self.stages])
+        self._collector = asyncio.create_task(self._collect())
+        return self
+
+    async def __aexit__(self, *_):
+        self._collector.cancel()
+        await asyncio.sleep(0.01)
+        for stage in self.stages:
+            stage.close()
+
+    async def _collect(self):
+        while True:
+            for output in await self.actor.poll("me"):
+                self.tokens.setdefault(output.request_id, []).extend(t.token_id for t in output.tokens)
+                if output.finish_reason:
+                    assert output.request_id not in self.ends, "a request ends once"
+                    self.ends[output.request_id] = output.finish_reason, output.error
+
+    async def submit(self, request_id, prompt, max_tokens=4, client="me", **sampling):
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, **sampling)
+        await self.actor.submit(client, request_id, np.array(prompt), params, 1, 0)
+
+    async def until(self, condition, timeout_s=5.0):
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"it did not happen; ends: {self.ends}"
+            await asyncio.sleep(0.005)
+
+    async def all_free(self):
+        stats = await self.actor.stats()
+        c = stats.scheduler
+        return (c.num_waiting, c.num_running, c.num_in_flight, c.num_slots, sum(c.held_chunks)) == (0,) * 5 and all(
+            stage.pool.num_free == NUM_CHUNKS for stage in stats.stages
+        )
+
+
+def run(scenario, **settings):
+    async def main():
+        async with Harness(**settings) as harness:
+            await scenario(harness)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_many_requests_each_get_their_own_tokens_and_nothing_stays(num_stages):
+    prompts = {f"r{i}": [100 + i] * (1 + 37 * i) for i in range(10)}
+
+    async def scenario(h):
+        for name, prompt in prompts.items():
+            await h.submit(name, prompt, max_tokens=9)
+        await h.until(lambda: len(h.ends) == len(prompts))
+        assert h.tokens == {name: expected_tokens(prompt, 9) for name, prompt in prompts.items()}
+        assert set(h.ends.values()) == {(FinishReason.LENGTH, None)}
+        await asyncio.sleep(0.05)
+        assert await h.all_free()
+        assert not h.actor._owners and not h.actor._clients["me"].request_ids and not h.actor._steps
+
+    run(scenario, num_stages=num_stages)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_no_more_plans_are_in_flight_than_lanes(lanes):
+    async def scenario(h):
+        for i in range(4):
+            await h.submit(f"r{i}", [SLOW, 50 + i], max_tokens=30)
+        await h.until(lambda: len(h.ends) == 4)
+        assert h.stages[0].most_in_flight == lanes
+
+    run(scenario, lanes=lanes)
+
+
+def test_counters_are_zero_after_the_warm_up():
+    async def scenario(h):
+        stats = await h.actor.stats()
+        assert [(s.steps, s.tokens, s.busy_s) for s in stats.stages] == [(0, 0, 0.0)] * 2
+        assert stats.scheduler.steps == stats.scheduler.computed_tokens == stats.scheduler.added == 0
+        assert await h.all_free()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "param"),
+    [
+        ([5, VOCAB_SIZE], {}, "prompt"),
+        ([-1], {}, "prompt"),
+        ([], {}, "prompt"),
+        ([5], {"stop_token_ids": (VOCAB_SIZE + 3,)}, "stop_token_ids"),
+        ([5], {"logit_bias": ((-2, 1.0),)}, "logit_bias"),
+    ],
+)
+def test_a_wrong_request_is_refused_before_it_is_scheduled(prompt, sampling, param):
+    async def scenario(h):
+        await h.submit("neighbour", [77], max_tokens=20)
+        with pytest.raises(RequestError) as refused:
+            await h.submit("wrong", prompt, **sampling)
+        assert refused.value.param == param
+        await h.until(lambda: "neighbour" in h.ends)
+        assert h.tokens["neighbour"] == expected_tokens([77], 20) and "wrong" not in h.ends
+
+    run(scenario)
+
+
+def test_nan_ends_its_own_request_only():
+    async def scenario(h):
+        await h.submit("before", [61], max_tokens=40)
+        await h.submit("bad", [62, NAN], max_tokens=40)
+        await h.submit("after", [63], max_tokens=40)
+        await h.until(lambda: len(h.ends) == 3)
+        assert h.ends["bad"][0] is FinishReason.ERROR and h.ends["bad"][1]
+        assert h.tokens["before"] == expected_tokens([61], 40) and h.tokens["after"] == expected_tokens([63], 40)
+        await asyncio.sleep(0.05)
+        assert await h.all_free()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("trouble", [RAISE_0, RAISE_LAST])
+def test_a_step_that_raises_ends_its_requests_and_the_next_ones_work(trouble):
+    async def scenario(h):
+        await h.submit("bad", [trouble], max_tokens=4)
+        await h.until(lambda: "bad" in h.ends)
+        reason, error = h.ends["bad"]
+        assert reason is FinishReason.ERROR and "scripted failure" in error and "Traceback" not in error
+        await h.submit("good", [71] * 130, max_tokens=4)
+        await h.until(lambda: "good" in h.ends)
+        assert h.tokens["good"] == expected_tokens([71] * 130, 4)
+        await asyncio.sleep(0.05)
+        assert await h.all_free() and (await h.actor.health()).ok
+
+    run(scenario)
+
+
+def test_abort_frees_every_stage_within_two_steps():
+    async def scenario(h):
+        await h.submit("long", [81], max_tokens=4000)
+        await h.until(lambda: len(h.tokens.get("long", ())) > 20)
+        steps = (await h.actor.stats()).scheduler.steps
+        await h.actor.abort("long")
+        await h.until(lambda: "long" in h.ends)
+        await asyncio.sleep(0.05)
+        assert h.ends["long"][0] is FinishReason.ABORT and await h.all_free()
+        assert (await h.actor.stats()).scheduler.steps <= steps + 3  # one may have been in flight in between
+        await h.actor.abort("long")
+        await h.actor.abort("never seen")
+
+    run(scenario)
+
+
+def test_abort_in_the_middle_of_a_long_prefill():
+    async def scenario(h):
+        await h.submit("long", [SLOW, *[82] * 2000], max_tokens=4)
+        await asyncio.sleep(0.02)
+        await h.actor.abort("long")
+        await h.until(lambda: "long" in h.ends)
+        await asyncio.sleep(0.3)
+        assert await h.all_free()
+
+    run(scenario)
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back():
+    async def scenario(h):
+        for i in range(3):
+            await h.submit(f"r{i}", [SLOW, 90 + i], max_tokens=50)
+        with pytest.raises(OverloadedError) as refused:
+            await h.submit("more", [5])
+        assert refused.value.retry_after_s > 0
+
+    run(scenario, max_sequences=2, max_waiting=1)
+
+
+def test_requests_of_a_client_that_stopped_polling_are_aborted():
+    async def scenario(h):
+        await h.submit("lost", [91], max_tokens=4000, client="gone")
+        await h.submit("kept", [92], max_tokens=400)
+        await asyncio.sleep(1.0)
+        assert await h.actor.poll("gone")  # it has come back in time: nothing happens
+        await h.until(lambda: "lost" not in h.actor._owners, timeout_s=4)
+        await h.until(lambda: "kept" in h.ends)
+        assert h.ends["kept"][0] is FinishReason.LENGTH and (await h.actor.stats()).scheduler.aborted == 1
+        await asyncio.sleep(0.05)
+        assert await h.all_free()
+
+    run(scenario, lease_s=1.2)
+
+
+def test_an_idle_scheduler_costs_no_cpu():
+    async def scenario(h):
+        await h.submit("r", [93])
+        await h.until(lambda: "r" in h.ends)
+        await asyncio.sleep(0.1)
+        before = time.process_time()
+        await asyncio.sleep(1.5)
+        assert time.process_time() - before < 0.03
+
+    run(scenario)
+
+
+def test_a_stage_that_stops_answering_turns_health_red_and_then_ends_every_request():
+    async def scenario(h):
+        await h.submit("open", [SLOW, 94], max_tokens=4000)
+        assert (await h.actor.health()).ok
+        silent = asyncio.Event()
+        h.actor._watchdog._pings = [lambda: silent.wait() for _ in h.stages]
+        await h.until(lambda: h.actor._watchdog.complaint() is not None)
+        health = await h.actor.health()
+        assert not health.ok and "stage" in health.reason and "not answered" in health.reason
+        await h.until(lambda: "open" in h.ends)
+        assert h.ends["open"][0] is FinishReason.ERROR and "not answered" in h.ends["open"][1]
+        with pytest.raises(EngineDeadError, match="not answered"):
+            await h.submit("late", [5])
+        silent.set()
+
+    run(scenario, tick_s=0.05)
+
+
+def test_health_is_green_while_a_step_takes_longer_than_silence_may_last():
+    async def scenario(h):
+        await h.submit("slow", [CRAWL], max_tokens=1)
+        while "slow" not in h.ends:
+            await asyncio.sleep(0.05)
+            assert (await h.actor.health()).ok
+
+    run(scenario, tick_s=CRAWL_S / 20)  # a step of twenty ticks, where silence of eight means death
+
+
+def test_the_watchdog_counts_silence_in_its_own_ticks():
+    deaths = []
+
+    async def scenario():
+        answered = asyncio.get_running_loop().create_future()
+        watchdog = Watchdog([lambda: asyncio.shield(answered)], deaths.append, tick_s=0.01)
+        watchdog.start()
+        await asyncio.sleep(0.005)
+        time.sleep(0.3)  # the whole process stands still: thirty ticks of wall time, but no silence
+        await asyncio.sleep(0.015)
+        assert watchdog.complaint() is None or watchdog._missed[0] < UNHEALTHY_TICKS
+        assert not deaths
+        await asyncio.sleep(0.01 * (DEAD_TICKS + 6))
+        assert deaths and "stage 0 has not answered" in deaths[0]
+        watchdog.stop()
+        with contextlib.suppress(asyncio.CancelledError):
+            answered.cancel()
+
+    asyncio.run(scenario())

@@ -1,0 +1,139 @@
+"""StageActor in-process: slots turn over in plan order, hidden states travel, rows are sampled, failures stay local."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scripted_stage import NAN, RAISE_LAST, build_scripted, expected_tokens, next_token
+
+from qsa.actors.stage import StageActor, StageSpec
+from qsa.actors.transport import HiddenMessage, ObjectStoreTransport
+from qsa.errors import OutOfChunksError
+from qsa.kernels.registry import SparseConfig
+from qsa.scheduler.plan import SequenceStep, StepPlan, StepResult
+from qsa.scheduler.request import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def make_spec(stage: int, num_stages: int = 2, num_chunks: int = 64) -> StageSpec:
+    return StageSpec(
+        stage=stage,
+        num_stages=num_stages,
+        first_layer=3 * stage,
+        last_layer=3 * stage + 3,
+        model_path="scripted",
+        num_chunks=num_chunks,
+        max_sequences=4,
+        max_model_len=4096,
+        sparse={0: SparseConfig(dense=True), 1: SparseConfig()},
+    )
+
+
+@pytest.fixture
+def stages():
+    actors = [StageActor(make_spec(stage), build_scripted) for stage in (0, 1)]
+    for actor in actors:
+        actor.load()
+    yield actors
+    for actor in actors:
+        actor.close()
+
+
+def run(stages, plan: StepPlan) -> StepResult:
+    data, message = plan.to_bytes(), None
+    for stage in stages:
+        message = stage.forward(data, message)
+    assert isinstance(message, StepResult)
+    return message
+
+
+def prefill(request_id, slot, tokens, start=0, sampling=GREEDY):
+    return SequenceStep(request_id, slot, start, tuple(tokens), is_prefill=True, sampling=sampling)
+
+
+def test_prefill_and_decode_give_the_scripted_tokens(stages):
+    prompt = [11, 12, 13]
+    result = run(stages, StepPlan(0, 0, 0, (prefill("a", 2, prompt),), open_slots=((2, 1),)))
+    first = result.results[0].token.token_id
+    decode = SequenceStep("a", 2, 3, (first,), is_prefill=False, sampling=GREEDY)
+    second = run(stages, StepPlan(0, 1, 0, (decode,))).results[0].token.token_id
+    assert [first, second] == expected_tokens(prompt, 2)
+
+
+def test_a_chunk_without_sampling_gives_no_token_and_counts_as_work(stages):
+    result = run(stages, StepPlan(0, 0, 0, (prefill("a", 0, range(10, 74), sampling=None),), open_slots=((0, 1),)))
+    assert result.results == ()
+    assert len(result.compute_ms) == 2 and {s.request_id for s in result.selection} == {"a"}
+    assert len(result.selection) == 2  # one a stage
+    stats = stages[1].stats()
+    assert (stats.steps, stats.tokens, stats.layers, stats.pool.num_sequences) == (1, 64, (3, 6), 1)
+    stages[1].reset_stats()
+    assert (stages[1].stats().steps, stages[1].stats().tokens, stages[1].stats().busy_s) == (0, 0, 0.0)
+
+
+def test_releases_come_before_opens_and_give_chunks_back(stages):
+    whole = 64
+    run(stages, StepPlan(0, 0, 0, (prefill("a", 0, range(10, 20)),), open_slots=((0, 1),)))
+    held = whole - stages[0].stats().pool.num_free
+    assert held == 6  # a page and a summary chunk in each of three layers
+    run(stages, StepPlan(0, 1, 0, (prefill("b", 0, range(30, 40)),), open_slots=((0, 1),), release_slots=(0,)))
+    assert stages[0].stats().pool.num_free == stages[1].stats().pool.num_free == whole - held
+    result = run(stages, StepPlan(0, 2, 0, release_slots=(0,)))
+    assert result.results == () and stages[1].stats().pool.num_free == whole
+
+
+def test_nan_in_one_row_is_that_rows_error_alone(stages):
+    items = (prefill("good", 0, [21, 22]), prefill("bad", 1, [21, NAN]), prefill("fine", 2, [31]))
+    result = run(stages, StepPlan(0, 0, 0, items, open_slots=((0, 1), (1, 1), (2, 0))))
+    good, bad, fine = result.results
+    assert good.token.token_id == next_token(22, 1) and fine.token.token_id == next_token(31, 0)
+    assert bad.token is None and "logit" in bad.error.lower()
+
+
+def test_a_failed_step_leaves_the_stage_usable(stages):
+    bad = StepPlan(0, 0, 0, (prefill("a", 0, [RAISE_LAST]),), open_slots=((0, 1),))
+    with pytest.raises(RuntimeError, match="scripted failure"):
+        run(stages, bad)
+    assert stages[1].ping() == 0.0
+    result = run(stages, StepPlan(0, 1, 0, (prefill("b", 0, [41]),), open_slots=((0, 0),), release_slots=(0,)))
+    assert result.results[0].token.token_id == next_token(41, 0)
+
+
+def test_a_slot_that_was_never_opened_here_can_be_released(stages):
+    stages[1].forward(StepPlan(0, 0, 0, release_slots=(3,)).to_bytes(), HiddenMessage(0, 0, 0))
+    assert stages[1].stats().pool.num_free == 64
+
+
+def test_steps_out_of_order_are_a_broken_invariant(stages):
+    run(stages, StepPlan(0, 5, 0))
+    with pytest.raises(AssertionError, match="step 4 came after"):
+        run(stages, StepPlan(0, 4, 1))
+    run(stages, StepPlan(1, 0, 0))  # a new epoch counts from zero
+
+
+def test_a_pool_that_is_too_small_is_named():
+    actor = StageActor(make_spec(0, num_chunks=5), build_scripted)
+    actor.load()
+    with pytest.raises(OutOfChunksError, match="5"):
+        actor.forward(StepPlan(0, 0, 0, (prefill("a", 0, [1]),), open_slots=((0, 1),)).to_bytes(), None)
+    actor.close()
+    actor.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        actor.stats()
+
+
+def test_repr_tells_layers_and_device():
+    assert repr(StageActor(make_spec(1), build_scripted)) == "Stage1(layers 3 to 5, cpu)"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_transport_keeps_every_bit_and_owns_what_it_unpacks(dtype, rng):
+    transport = ObjectStoreTransport(dtype, torch.device("cpu"))
+    hidden = torch.randn(5, 8, generator=rng).to(dtype)
+    packed = transport.pack(hidden)
+    packed.flags.writeable = False  # as it comes out of the object store
+    received = transport.unpack(packed)
+    assert torch.equal(received, hidden) and received.dtype == dtype
+    received.zero_()
+    assert torch.equal(transport.unpack(packed), hidden)

@@ -1,0 +1,187 @@
+"""A stage model that needs no weights: tokens follow a rule, chunks are real, and special tokens make trouble on purpose.
+
+`build_scripted` is a ModelBuilder for `Engine.start(..., build=build_scripted)`; `LocalStage` runs a StageActor in this
+process behind an actor handle's interface. The next token is `next_token(last token, its position)`, so a test knows
+every output in advance. What a prompt may hold:
+
+    NAN       the logits of this row are NaN on the last stage
+    RAISE_0   the first stage raises when it computes this token; RAISE_LAST: the last one
+    SLOW      the first stage takes SLOW_S for a step with this token; CRAWL: CRAWL_S
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from qsa.actors.stage import StageActor, StageSpec
+from qsa.errors import BudgetError, CheckpointError
+from qsa.memory.kv_cache import KVCache
+from qsa.memory.layout import KVLayout, SummaryLayout
+from qsa.model.batch import Segment
+
+VOCAB_SIZE = 49152  # the default model's, whose headers the tests start with
+NAN, RAISE_0, RAISE_LAST, SLOW, CRAWL = 901, 902, 903, 904, 905
+SLOW_S, CRAWL_S = 0.1, 2.0
+HIDDEN_SIZE = 4
+KV = KVLayout(num_kv_heads=2, head_dim=256, element_bytes=2)  # 512 tokens a page
+SUMMARY = SummaryLayout(slice_size=64, slice_bytes=4096)
+
+
+def next_token(token: int, position: int) -> int:
+    """The token after `token` at `position`: ordinary, and different for every place."""
+    return 1000 + (token * 7 + position) % 40000
+
+
+def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
+    """What the scripted model generates for a prompt."""
+    tokens = [*prompt]
+    for _ in range(count):
+        tokens.append(next_token(tokens[-1], len(tokens) - 1))
+    return tokens[len(prompt) :]
+
+
+class ScriptedAttention:
+    """The real KV cache without the numbers in it."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._seen: dict[int, int] = {}
+
+    def summary_layout(self, sparse_id: int) -> SummaryLayout:
+        return SUMMARY
+
+    def open(self, slot: int, sparse_id: int) -> None:
+        self._cache.open(slot, SUMMARY)
+
+    def release(self, slot: int) -> None:
+        self._cache.release(slot)
+
+    def extend(self, segments: Sequence[Segment]) -> None:
+        for segment in segments:
+            self._cache.extend(segment.slot, segment.end)
+            self._seen[segment.slot] = segment.end
+
+    def take_stats(self) -> list[SimpleNamespace]:
+        seen, self._seen = self._seen, {}
+        return [
+            SimpleNamespace(slot=slot, attended=end / 2, context=float(end), num_selected=4, newly_hit=1, margin=0.5)
+            for slot, end in seen.items()
+        ]
+
+
+class ScriptedModel:
+    """Layers [first_layer, last_layer) of the rule above. Hidden states carry token and position."""
+
+    dtype = torch.float32
+    weight_bytes = 0
+
+    def __init__(self, spec: StageSpec) -> None:
+        self.is_first, self.is_last = spec.stage == 0, spec.is_last
+        self.cache = KVCache(
+            KV,
+            torch.float16,
+            num_layers=spec.last_layer - spec.first_layer,
+            num_chunks=spec.num_chunks,
+            max_sequences=spec.max_sequences,
+            max_seq_len=spec.max_model_len,
+            device=torch.device("cpu"),
+        )
+        self.attention = ScriptedAttention(self.cache)
+
+    def forward(
+        self,
+        segments: Sequence[Segment],
+        token_ids: torch.Tensor | None,
+        hidden: torch.Tensor | None,
+        sample_rows: Sequence[int],
+    ) -> torch.Tensor:
+        self.attention.extend(segments)
+        if self.is_first:
+            assert token_ids is not None and hidden is None
+            positions = torch.cat([torch.arange(s.start, s.end) for s in segments])
+            hidden = torch.zeros(len(token_ids), HIDDEN_SIZE)
+            hidden[:, 0], hidden[:, 1] = token_ids, positions
+            if (token_ids == RAISE_0).any():
+                raise RuntimeError("scripted failure of the first stage")
+            time.sleep(SLOW_S * bool((token_ids == SLOW).any()) + CRAWL_S * bool((token_ids == CRAWL).any()))
+        assert hidden is not None and len(hidden) == sum(s.extend_len for s in segments)
+        if not self.is_last:
+            return hidden
+        if (hidden[:, 0] == RAISE_LAST).any():
+            raise RuntimeError("scripted failure of the last stage")
+        logits = torch.zeros(len(sample_rows), VOCAB_SIZE)
+        for row, (token, position) in enumerate(hidden[list(sample_rows), :2].long().tolist()):
+            logits[row, next_token(token, position)] = 10.0
+            if token == NAN:
+                logits[row, 5] = float("nan")
+        return logits
+
+    def close(self) -> None:
+        self.cache.close()
+
+
+def build_scripted(spec: StageSpec) -> ScriptedModel:
+    return ScriptedModel(spec)
+
+
+def build_failing(spec: StageSpec) -> ScriptedModel:
+    """The last stage finds its file damaged."""
+    if spec.is_last:
+        raise CheckpointError("model.gguf: tensor blk.7.attn_q.weight is truncated")
+    return ScriptedModel(spec)
+
+
+def build_without_memory(spec: StageSpec) -> ScriptedModel:
+    raise BudgetError(f"stage {spec.stage} needs 900 GiB")
+
+
+class _LocalMethod:
+    """`handle.method`: `remote` starts the call and returns an awaitable result."""
+
+    def __init__(self, start: Callable[..., Awaitable[Any]]) -> None:
+        self.remote = start
+
+    def options(self, **_: Any) -> _LocalMethod:
+        return self
+
+
+class LocalStage:
+    """A StageActor in this process behind an actor handle's interface: one step at a time, in the order of the calls."""
+
+    def __init__(self, spec: StageSpec) -> None:
+        self.actor = StageActor(spec, build_scripted)
+        self.capacity = self.actor.load()
+        self.num_in_flight = self.most_in_flight = 0
+        self._steps = ThreadPoolExecutor(1)
+        self._control = ThreadPoolExecutor(1)
+        self.forward = _LocalMethod(self._forward)
+        for name in ("ping", "stats", "reset_stats"):
+            setattr(self, name, _LocalMethod(self._control_call(getattr(self.actor, name))))
+
+    def _forward(self, data: bytes, message: Any) -> asyncio.Future[Any]:
+        self.num_in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
+
+        async def run() -> Any:
+            try:
+                given = await message if message is not None else None
+                return await asyncio.get_running_loop().run_in_executor(self._steps, self.actor.forward, data, given)
+            finally:
+                self.num_in_flight -= 1
+
+        return asyncio.ensure_future(run())
+
+    def _control_call(self, method: Callable[[], Any]) -> Callable[[], Awaitable[Any]]:
+        return lambda: asyncio.get_running_loop().run_in_executor(self._control, method)
+
+    def close(self) -> None:
+        self._steps.shutdown()
+        self._control.shutdown()
+        self.actor.close()
