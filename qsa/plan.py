@@ -102,9 +102,10 @@ class MemoryPlan:
                 f" all would need cache.device_bytes of {self._wanted_mib()} MiB"
             )
         else:
+            one_mib = max(stage.sequence_chunks for stage in self.stages)
             lines.append(
                 f"a request may have {self.longest_sequence} tokens at most, not the {self.max_model_len} of"
-                f" model.max_model_len; one of full length needs cache.device_bytes of {max(s.sequence_chunks for s in self.stages)} MiB"
+                f" model.max_model_len; one of full length needs cache.device_bytes of {one_mib} MiB"
             )
         return lines
 

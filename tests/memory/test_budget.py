@@ -1,0 +1,102 @@
+"""Budgets: what fits is shared out, what does not is refused with numbers and the setting to change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qsa.errors import BudgetError, ConfigError
+from qsa.memory.budget import (
+    StageNeed,
+    available_device_bytes,
+    available_host_bytes,
+    gib,
+    share_cards,
+    share_host,
+    split_layers,
+)
+
+MIB = 1 << 20
+
+
+def need(weights: int = 100, workspace: int = 10, wanted: int = 80, sequence: int = 10, least: int = 2) -> StageNeed:
+    return StageNeed(weights * MIB, workspace * MIB, wanted, sequence, least)
+
+
+def test_a_pool_is_as_large_as_wanted_up_to_its_share():
+    assert share_host([need(), need(wanted=60)], 4000 * MIB, None) == (80, 60)
+    assert share_host([need(), need()], 300 * MIB, None) == (40, 40)  # 300 - 220 left for both, less than 40 % of 300
+    assert share_host([need(1), need(1)], 300 * MIB, None) == (60, 60)  # 40 % of 300
+    assert share_host([need()], 120 * MIB, None) == (10,)  # exactly one sequence
+
+
+def test_a_configured_pool_is_taken_as_it_is():
+    assert share_host([need(), need()], 4000 * MIB, 123 * MIB) == (123, 123)
+    assert share_host([need(), need()], 4000 * MIB, 2 * MIB) == (2, 2)  # shorter requests only
+    assert share_cards([need(), need()], [500 * MIB, 400 * MIB], 290 * MIB) == (290, 290)
+
+
+def test_cards_are_shared_one_by_one():
+    needs = [need(wanted=10**6), need(wanted=50)]
+    assert share_cards(needs, [1110 * MIB, 500 * MIB], None) == (900, 50)
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        (lambda: share_host([need(1000)], 500 * MIB, None), r"1 stages need 1010 MiB, 500 MiB are available.*model\.path"),
+        (lambda: share_host([need()], 119 * MIB, None), r"takes 10 chunks .* only 9 are to spare; lower model\.max_model_len"),
+        (lambda: share_host([need()], 200 * MIB, 100 * MIB), r"210 MiB in all, but 200 MiB .* to at most 90 MiB"),
+        (lambda: share_host([need()], 900 * MIB, MIB), r"shortest request takes 2 chunks .* at least 2 MiB \(10 MiB for"),
+        (lambda: share_cards([need(), need()], [900 * MIB, 120 * MIB], 50 * MIB), r"stage 1 needs 110 MiB .* 120 MiB free"),
+        (lambda: share_cards([need()], [115 * MIB], None), r"only 4 are to spare"),
+    ],
+)  # fmt: skip
+def test_refusals_say_what_to_change(share, text):
+    with pytest.raises(BudgetError, match=text):
+        share()
+
+
+def test_probes_see_this_machine():
+    available = available_host_bytes()
+    assert 64 * MIB < available < 1 << 50
+    assert abs(available_device_bytes(torch.device("cpu")) - available) < available / 2
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "head", "expected"),
+    [
+        (30, 1, 8.0, (30,)),
+        (30, 2, 0.0, (15, 15)),
+        (30, 2, 8.0, (19, 11)),
+        (30, 2, 4.0, (17, 13)),
+        (10, 4, 0.0, (3, 2, 2, 3)),
+        (4, 4, 50.0, (1, 1, 1, 1)),
+        (5, 2, 100.0, (4, 1)),
+    ],
+)
+def test_layers_are_split_evenly_in_time(num_layers, num_stages, head, expected):
+    assert split_layers(num_layers, num_stages, head) == expected
+
+
+@given(st.integers(1, 12), st.integers(0, 60), st.floats(0, 40))
+def test_no_split_is_better_than_the_one_chosen(num_stages, more, head):
+    num_layers = num_stages + more
+    counts = split_layers(num_layers, num_stages, head)
+    assert len(counts) == num_stages and sum(counts) == num_layers and min(counts) >= 1
+    slowest = max(*counts[:-1], counts[-1] + head) if num_stages > 1 else num_layers + head
+    if num_stages > 1:
+        for last in range(1, num_layers - num_stages + 2):
+            first = -(-(num_layers - last) // (num_stages - 1))
+            assert slowest <= max(first, last + head)
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(ConfigError, match=r"pipeline\.num_stages is 5, but the model has 4 layers"):
+        split_layers(4, 5)
+
+
+def test_sizes_read_well():
+    assert (gib(3 << 30), gib(100 * MIB), gib((1 << 30) - 1)) == ("3.0 GiB", "100 MiB", "1024 MiB")

@@ -1,0 +1,86 @@
+"""The planner on the default model: its figures are the engine's own, and what does not fit is refused before weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from qsa.config import make_config
+from qsa.errors import BudgetError, ConfigError
+from qsa.kernels.registry import SparseConfig
+from qsa.model.build import build_stage
+from qsa.model.checkpoint.load import open_checkpoint
+from qsa.plan import MemoryPlan, plan_memory, sparse_configs, stage_layers
+
+GIB = 1 << 30
+SPARSE = {0: SparseConfig(dense=True), 1: SparseConfig(summary="sketch")}
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    checkpoint = open_checkpoint("default")
+    yield checkpoint
+    checkpoint.close()
+
+
+def plan(checkpoint, available: int = 16 * GIB, **settings: object) -> MemoryPlan:
+    config = make_config({"pipeline": {"device": "cpu"}} | settings)
+    return plan_memory(checkpoint, config, sparse=SPARSE, code_dim=None, available=[available])
+
+
+def test_default_model_has_room_for_all_sequences(checkpoint):
+    result = plan(checkpoint)
+    assert [(s.first_layer, s.last_layer) for s in result.stages] == stage_layers(checkpoint.spec, make_config({}))
+    # 8 pages of 1024 tokens, and 8192 tokens of sketches of 34 bytes a head, power of two slices a chunk: 1 more
+    assert [s.sequence_chunks for s in result.stages] == [(s.last_layer - s.first_layer) * 9 for s in result.stages]
+    assert all(s.num_chunks == 8 * s.sequence_chunks for s in result.stages)
+    assert result.full_sequences == result.max_sequences == 8
+    assert result.longest_sequence == 8192
+    assert checkpoint.files.bytes_read == {}, "headers are enough"
+
+
+def test_weights_in_the_plan_are_those_of_the_stage(checkpoint):
+    result = plan(checkpoint)
+    stage = result.stages[1]
+    model = build_stage(
+        checkpoint, first_layer=stage.first_layer, last_layer=stage.last_layer, num_chunks=stage.sequence_chunks,
+        max_sequences=1, max_model_len=8192, sparse=SPARSE,
+    )  # fmt: skip
+    try:
+        assert model.weight_bytes <= stage.weight_bytes <= 1.25 * model.weight_bytes
+    finally:
+        model.close()
+
+
+def test_a_small_pool_is_planned_and_said(checkpoint):
+    result = plan(checkpoint, cache={"device_bytes": 100 << 20}, pipeline={"split": [15, 15], "device": "cpu"})
+    assert result.full_sequences == 0 and result.longest_sequence == 5 * 1024  # 5 pages and a summary chunk in 15 layers: 90
+    table = result.table()
+    assert "a request may have 5120 tokens at most, not the 8192 of model.max_model_len" in table
+    assert "cache.device_bytes of 135 MiB" in table and "135 of 100 chunks" in table
+    some = plan(checkpoint, cache={"device_bytes": 300 << 20}, pipeline={"split": [15, 15], "device": "cpu"})
+    assert some.full_sequences == 2
+    assert "2 of 8 sequences fit at full length" in some.table() and "cache.device_bytes of 1080 MiB" in some.table()
+    assert "all 8 sequences fit" in plan(checkpoint).table()
+
+
+def test_what_cannot_fit_is_refused(checkpoint):
+    with pytest.raises(BudgetError, match=r"weights and workspace of 2 stages need 1\.\d GiB, 512 MiB are available"):
+        plan(checkpoint, GIB // 2)
+    with pytest.raises(BudgetError, match=r"cache\.device_bytes is 10\.0 GiB for each of 2 stages"):
+        plan(checkpoint, cache={"device_bytes": 10 * GIB})
+    with pytest.raises(BudgetError, match="shortest request takes"):
+        plan(checkpoint, cache={"device_bytes": 1 << 20})
+
+
+def test_settings_that_do_not_go_with_the_model_are_named(checkpoint):
+    with pytest.raises(ConfigError, match=r"model\.max_model_len is 9000, but .* reaches 8192 tokens"):
+        plan(checkpoint, model={"max_model_len": 9000})
+    with pytest.raises(ConfigError, match=r"pipeline\.split is \[20, 20\], 40 layers, but .* has 30"):
+        plan(checkpoint, pipeline={"split": [20, 20], "device": "cpu"})
+    with pytest.raises(ConfigError, match=r"pipeline\.num_stages is 31, but the model has 30 layers"):
+        plan(checkpoint, pipeline={"num_stages": 31, "device": "cpu"})
+
+
+def test_auto_settings_resolve_without_a_calibration():
+    sparse, code_dim = sparse_configs(make_config({}), None)
+    assert sparse[0].dense and sparse[1].summary == "sketch" and code_dim is None
