@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from qsa.client import Client, Timings
 from qsa.commands.generate import read_text
 from qsa.config import EngineConfig
@@ -74,23 +72,22 @@ async def ask(url: str, document: str, question: str, max_tokens: int) -> tuple[
     return timings, watch
 
 
-def report(timings: Timings, watch: Watch, started_s: float) -> Table:
-    """The figures, one a line."""
-    table = Table.grid(padding=(0, 3))
-    table.add_row("engine ready after", f"{started_s:.1f} s")
-    table.add_row("tokens", f"{timings.prompt_tokens:,} read, {timings.completion_tokens} written")
+def report(timings: Timings, watch: Watch, started_s: float) -> list[tuple[str, str]]:
+    """The figures: name and value of each line."""
+    lines = [("engine ready after", f"{started_s:.1f} s")]
+    lines.append(("tokens", f"{timings.prompt_tokens:,} read, {timings.completion_tokens} written"))
     if timings.first_text_s is not None:
-        table.add_row("time to first token", f"{timings.first_text_s:.2f} s")
+        lines.append(("time to first token", f"{timings.first_text_s:.2f} s"))
     if timings.prefill_tokens_per_s is not None:
-        table.add_row("prefill", f"{timings.prefill_tokens_per_s:,.0f} tokens/s")
+        lines.append(("prefill", f"{timings.prefill_tokens_per_s:,.0f} tokens/s"))
     if timings.decode_tokens_per_s is not None:
-        table.add_row("decode", f"{timings.decode_tokens_per_s:.1f} tokens/s")
+        lines.append(("decode", f"{timings.decode_tokens_per_s:.1f} tokens/s"))
     if timings.attended_share is not None:
-        table.add_row("attended", f"{timings.attended_share:.0%} of the context, chosen anew for every token and layer")
+        lines.append(("attended", f"{timings.attended_share:.0%} of the context, chosen anew for every token and layer"))
     for number, stage in sorted(watch.stages.items()):
-        text = f"{stage.most_held} of {stage.num_chunks} chunks of 1 MiB held, layers {stage.layers}"
-        table.add_row(f"stage {number}", text)
-    return table
+        held = f"{stage.most_held} of {stage.num_chunks} chunks of 1 MiB held"
+        lines.append((f"stage {number}", f"{held}, layers {stage.layers}"))
+    return lines
 
 
 def describe(config: EngineConfig) -> str:
@@ -114,6 +111,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"[dim]POST {url}/v1/chat/completions, streamed[/dim]\n")
         timings, watch = asyncio.run(ask(url, document, question, args.max_tokens))
         console.print()
-        console.print(report(timings, watch, started_s))
+        for name, value in report(timings, watch, started_s):
+            console.print(f"[bold]{name:22}[/bold]{value}")
         notes.print("stopping", style="dim")
     return 0
