@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from qsa.cli import main
 from qsa.config import make_config
 from qsa.errors import BudgetError, ConfigError
 from qsa.kernels.registry import SparseConfig
@@ -84,3 +85,11 @@ def test_settings_that_do_not_go_with_the_model_are_named(checkpoint):
 def test_auto_settings_resolve_without_a_calibration():
     sparse, code_dim = sparse_configs(make_config({}), None)
     assert sparse[0].dense and sparse[1].summary == "sketch" and code_dim is None
+
+
+def test_the_command_prints_the_plan(capsys):
+    assert main(["plan", "--set", "cache.device_bytes=209715200", "--set", "pipeline.device=cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "200 MiB" in printed and "sequences fit at full length" in printed
+    assert main(["plan", "--set", "cache.device_bytes=1048576", "--set", "pipeline.device=cpu"]) == 1
+    assert "the shortest request takes" in capsys.readouterr().err
