@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from qsa.actors.placement import calibration_of, sparse_of
 from qsa.config import EngineConfig, make_config
 from qsa.memory.layout import cdiv
 from qsa.model.batch import Segment
 from qsa.model.build import build_stage
 from qsa.model.checkpoint.load import open_checkpoint
 from qsa.model.decoder import StageModel
+from qsa.plan import find_calibration, sparse_configs
 
 SPARE_CHUNKS = 8  # a layer, for summaries
 
@@ -30,6 +30,7 @@ def build(config: EngineConfig) -> StageModel:
     """All layers of the configured model as one stage."""
     checkpoint = open_checkpoint(config.model.path)
     spec = checkpoint.spec
+    calibration = find_calibration(config)
     max_model_len = config.model.max_model_len or spec.max_model_len
     pages = cdiv(max_model_len, 256)
     return build_stage(
@@ -39,8 +40,8 @@ def build(config: EngineConfig) -> StageModel:
         num_chunks=spec.num_layers * (pages + SPARE_CHUNKS),
         max_sequences=1,
         max_model_len=max_model_len,
-        sparse=sparse_of(config),
-        calibration_path=calibration_of(config),
+        sparse=sparse_configs(config, calibration)[0],
+        calibration_path=calibration,
         dtype=config.model.dtype,
         kv_dtype=config.model.kv_dtype,
         quantization=config.model.quantization,

@@ -1,6 +1,7 @@
 """The command line: parses arguments, finds the command, turns errors into one line and an exit code.
 
-Exit codes: 0 done; 1 the engine or a request failed; 2 a wrong argument, setting or model; 130 interrupted.
+Exit codes: 0 done; 1 the engine or a request failed; 2 a wrong argument, setting or model, or too little
+memory for them; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from qsa import __version__
-from qsa.errors import CheckpointError, ConfigError, QSAError, RequestError
+from qsa.errors import BudgetError, CheckpointError, ConfigError, QSAError, RequestError
 
 Arguments = argparse.Namespace
 
@@ -177,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.traceback:
             raise
         print(f"qsa {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError | CheckpointError | RequestError) else 1
+        return 2 if isinstance(error, BudgetError | CheckpointError | ConfigError | RequestError) else 1
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left; nothing more can be said
         return 1
