@@ -91,5 +91,5 @@ def test_the_command_prints_the_plan(capsys):
     assert main(["plan", "--set", "cache.device_bytes=209715200", "--set", "pipeline.device=cpu"]) == 0
     printed = capsys.readouterr().out
     assert "200 MiB" in printed and "sequences fit at full length" in printed
-    assert main(["plan", "--set", "cache.device_bytes=1048576", "--set", "pipeline.device=cpu"]) == 1
+    assert main(["plan", "--set", "cache.device_bytes=1048576", "--set", "pipeline.device=cpu"]) != 0
     assert "the shortest request takes" in capsys.readouterr().err
