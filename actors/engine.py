@@ -88,7 +88,7 @@ class Engine:
             capacities = _wait_for([stage.load.remote() for stage in actors.stages], deadline, "loading", config)
             report("warming up")
             _wait_for([actors.scheduler.begin.remote(capacities)], deadline, "warming up", config)
-            engine = cls(config, checkpoint, plan.max_model_len, actors, name)
+            engine = cls(config, checkpoint, plan.memory.max_model_len, actors, name)
         except BaseException:
             if actors is not None:
                 actors.kill()

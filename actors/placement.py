@@ -1,4 +1,4 @@
-"""Where the actors run: layers over stages, resources, names. The only place where `ray.remote` is applied."""
+"""Where the actors run: their specs, resources and names. The only place where `ray.remote` is applied."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -18,76 +16,24 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from qsa.actors.scheduler_actor import SchedulerActor, SchedulerSpec
 from qsa.actors.stage import ModelBuilder, StageActor, StageSpec
-from qsa.config import MIB, EngineConfig
+from qsa.config import EngineConfig
 from qsa.errors import ConfigError
-from qsa.kernels.registry import SparseConfig
-from qsa.kernels.summaries.code import load_calibration
-from qsa.model.checkpoint.load import Checkpoint, resolve_model
-from qsa.model.spec import ModelSpec
+from qsa.model.checkpoint.load import Checkpoint
+from qsa.plan import MemoryPlan, find_calibration, plan_memory, planned_device, sparse_configs
 
 NAMESPACE = "qsa"  # of all named actors, whatever namespace the driver has
 SCHEDULER_CPUS = 0.25
-HEAD_SHARE = 0.5  # the head counts like this share of its weights in layers: it runs for sampled rows only
 
 _remote: Any = ray.remote  # its annotations do not know concurrency groups
 _Stage = _remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2})(StageActor)
 _Scheduler = _remote(max_restarts=0, max_task_retries=0)(SchedulerActor)
 
 
-# what the configuration means for a model
-
-
-def calibration_of(config: EngineConfig) -> Path | None:
-    """The `code` calibration to use: the configured file, else one beside the model, else one shipped with QSA."""
-    if config.model.calibration is not None:
-        return Path(config.model.calibration)
-    model = resolve_model(config.model.path)
-    shipped = Path(__file__).resolve().parent.parent / "model" / "data"
-    for candidate in (model.with_name(f"{model.name}.code.safetensors"), shipped / f"{model.name}.code.safetensors"):
-        if candidate.is_file():
-            return candidate
-    return None
-
-
-def sparse_of(config: EngineConfig, calibration: Path | None = None) -> dict[int, SparseConfig]:
-    """All sparse configurations by id, with `auto` resolved by what the calibration offers."""
-    calibration = calibration or calibration_of(config)
-    scan_every = load_calibration(calibration, 0, 1).scan_every if calibration else None
-    return {number: entry.resolve(calibration is not None, scan_every) for number, entry in config.sparse.items()}
-
-
-def split_layers(spec: ModelSpec, num_stages: int, split: Sequence[int] | None = None) -> list[tuple[int, int]]:
-    """First layer and the one after the last, for each stage; `split` gives the counts, else the work is balanced.
-
-    Raises:
-        ConfigError: the layers do not go into so many stages.
-    """
-    if split is not None and (sum(split) != spec.num_layers or min(split) < 1):
-        raise ConfigError(f"pipeline.split is {list(split)}, but {spec.name} has {spec.num_layers} layers to share out")
-    if num_stages > spec.num_layers:
-        raise ConfigError(f"pipeline.num_stages is {num_stages}, but {spec.name} has only {spec.num_layers} layers")
-    counts = list(split) if split is not None else _balanced(spec, num_stages)
-    ends = [sum(counts[: stage + 1]) for stage in range(num_stages)]
-    return list(zip([0, *ends[:-1]], ends, strict=True))
-
-
-def _balanced(spec: ModelSpec, num_stages: int) -> list[int]:
-    attention = spec.hidden_size * spec.head_dim * 2 * (spec.num_q_heads + spec.num_kv_heads)
-    layer = attention + 3 * spec.hidden_size * spec.intermediate_size
-    head = HEAD_SHARE * spec.hidden_size * spec.vocab_size / layer  # in layers
-    share = (spec.num_layers + head) / num_stages
-    last = max(1, round(share - head)) if num_stages > 1 else spec.num_layers
-    rest, others = spec.num_layers - last, num_stages - 1
-    if rest < others:
-        rest, last = others, spec.num_layers - others
-    return [rest // others + (stage < rest % others) for stage in range(others)] + [last]
-
-
 @dataclass(frozen=True)
 class EnginePlan:
     """Everything that is decided before an actor starts."""
 
-    max_model_len: int
+    memory: MemoryPlan
     stages: tuple[StageSpec, ...]
     scheduler: SchedulerSpec
 
@@ -104,47 +50,44 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint) -> EnginePlan:
         ConfigError: settings that do not go with this model.
         BudgetError: not enough memory; nothing has been started or read.
     """
-    spec, pipeline = checkpoint.spec, config.pipeline
-    max_model_len = config.model.max_model_len or spec.max_model_len
-    if max_model_len > spec.max_model_len:
-        raise ConfigError(f"model.max_model_len is {max_model_len}, but {spec.name} reaches {spec.max_model_len} tokens")
-    calibration = calibration_of(config)
-    sparse = sparse_of(config, calibration)
-    layers = split_layers(spec, pipeline.num_stages, pipeline.split)
+    pipeline, limits = config.pipeline, config.limits
+    calibration = find_calibration(config)
+    sparse, code_dim = sparse_configs(config, calibration)
+    memory = plan_memory(checkpoint, config, sparse=sparse, code_dim=code_dim)
     cores = len(os.sched_getaffinity(0))
     stages = tuple(
         StageSpec(
             stage=stage,
             num_stages=pipeline.num_stages,
-            first_layer=first,
-            last_layer=last,
+            first_layer=part.first_layer,
+            last_layer=part.last_layer,
             model_path=str(checkpoint.path),
-            num_chunks=(config.cache.device_bytes or 512 * MIB) // MIB,
-            max_sequences=config.limits.max_sequences,
-            max_model_len=max_model_len,
+            num_chunks=part.num_chunks,
+            max_sequences=limits.max_sequences,
+            max_model_len=memory.max_model_len,
             sparse=sparse,
             calibration_path=calibration,
             dtype=config.model.dtype,
             kv_dtype=config.model.kv_dtype,
             quantization=config.model.quantization,
-            device="cuda" if pipeline.device == "cuda" else "cpu",
+            device=memory.device,
             num_threads=pipeline.threads_per_stage or max(1, cores // pipeline.num_stages),
         )
-        for stage, (first, last) in enumerate(layers)
+        for stage, part in enumerate(memory.stages)
     )
     scheduler = SchedulerSpec(
-        max_sequences=config.limits.max_sequences,
-        max_waiting=config.limits.max_waiting,
-        max_model_len=max_model_len,
-        prefill_chunk=config.limits.prefill_chunk,
-        growth_horizon=config.limits.growth_horizon,
+        max_sequences=limits.max_sequences,
+        max_waiting=limits.max_waiting,
+        max_model_len=memory.max_model_len,
+        prefill_chunk=limits.prefill_chunk,
+        growth_horizon=limits.growth_horizon,
         eos_token_ids=checkpoint.eos_token_ids,
         lanes=pipeline.lanes,
         sparse=sparse,
-        vocab_size=spec.vocab_size,
+        vocab_size=checkpoint.spec.vocab_size,
         default_sparse_id=config.default_sparse_id,
     )
-    return EnginePlan(max_model_len, stages, scheduler)
+    return EnginePlan(memory, stages, scheduler)
 
 
 # resources and actors
@@ -154,7 +97,7 @@ def engine_bundles(config: EngineConfig) -> list[dict[str, float]]:
     """What the engine's actors reserve: the scheduler, then one bundle a stage. A Serve deployment puts these behind its
     replica's own bundle in `placement_group_bundles`."""
     stage = {"CPU": config.pipeline.cpus_per_stage}
-    if config.pipeline.device == "cuda":
+    if planned_device(config) == "cuda":
         stage["GPU"] = 1.0
     stage = {name: amount for name, amount in stage.items() if amount > 0} or {"CPU": 0.01}  # a bundle cannot be empty
     return [{"CPU": SCHEDULER_CPUS}, *(dict(stage) for _ in range(config.pipeline.num_stages))]
