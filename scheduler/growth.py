@@ -38,9 +38,14 @@ class ChunkMeter:
         if any(known != ids[0] for known in ids):
             raise ValueError(f"every stage must know the same sparse ids, got {[sorted(known) for known in ids]}")
         self.pools = tuple(stage.num_chunks for stage in stages)
+        self._nothing = (0,) * len(stages)
         self._grids = {
             sparse_id: tuple((s.num_layers, s.kv.page_size, _tokens_per_chunk(s.summaries[sparse_id])) for s in stages)
             for sparse_id in ids[0]
+        }
+        self._grid = {  # chunks are added only where a multiple of this many tokens is passed
+            sparse_id: math.gcd(*(tokens for _, page, summary in grids for tokens in (page, summary or page)))
+            for sparse_id, grids in self._grids.items()
         }
         self._listed_bytes = {  # bytes of K and V that the lists of a stage's layers select, all heads
             sparse_id: tuple(_listed_tokens(sparse, sparse_id) * s.kv.token_bytes * s.num_layers for s in stages)
@@ -57,6 +62,13 @@ class ChunkMeter:
             layers * (cdiv(seq_len, page) + (cdiv(seq_len, summary) if summary else 0))
             for layers, page, summary in self._grids[sparse_id]
         )
+
+    def growth(self, sparse_id: int, held: Sequence[int], planned_len: int, end: int) -> tuple[int, ...]:
+        """Chunks that a sequence with `held` for `planned_len` tokens lacks for `end` tokens."""
+        grid = self._grid[sparse_id]
+        if (planned_len - 1) // grid == (end - 1) // grid:
+            return self._nothing
+        return tuple(need - have for need, have in zip(self.chunks(sparse_id, end), held, strict=True))
 
     def predicted(self, sparse_id: int, seq_len: int, final_len: int, hit_rate: float) -> tuple[int, ...]:
         """Chunks to keep for a sequence until it has `seq_len` tokens: its pages, and what selection will newly hit.

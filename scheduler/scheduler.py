@@ -248,7 +248,7 @@ class Scheduler:
             sequence.slot = self._slots.take_slot()
             sequence.held = (0,) * len(self._meter.pools)
             self._running[request_id] = sequence
-            self._outputs.append(RequestOutput(request_id, prompt_len=sequence.prompt_len))
+            self._outputs.append(sequence.output())
 
     def _queue_key(self, s: SequenceState, now: float) -> tuple[bool, int, bool, int]:
         waited_s = now - s.arrival_s
@@ -282,7 +282,7 @@ class Scheduler:
             sizes[other] += 1
 
     def _view(self, s: SequenceState) -> SequenceView:
-        needed = self._meter.chunks(s.request.sparse_id, s.next_end(self._prefill_chunk))
+        need = self._meter.growth(s.request.sparse_id, s.held, s.planned_len, s.next_end(self._prefill_chunk))
         return SequenceView(
             request_id=s.request_id,
             rank=s.rank,
@@ -292,7 +292,7 @@ class Scheduler:
             is_busy=s.in_flight > 0,
             is_leaving=s.is_leaving,
             is_stalled=s.is_stalled,
-            need=tuple(max(0, a - b) for a, b in zip(needed, s.held, strict=True)),
+            need=need,
             held=s.held,
             remaining=max(0, s.prompt_len - s.planned_len),
         )
@@ -300,9 +300,10 @@ class Scheduler:
     def _take_step(self, sequence: SequenceState) -> SequenceStep:
         """Plan the sequence's next step and book its chunks."""
         step = sequence.next_step(self._prefill_chunk)
-        held = self._meter.chunks(sequence.request.sparse_id, step.end)
-        self._slots.book(sequence.held, held)
-        sequence.held = held
+        added = self._meter.growth(sequence.request.sparse_id, sequence.held, step.start, step.end)
+        if any(added):
+            self._slots.book(added)
+            sequence.held = tuple(old + new for old, new in zip(sequence.held, added, strict=True))
         sequence.is_open = True
         sequence.planned_len = step.end
         sequence.in_flight += 1
@@ -343,7 +344,7 @@ class Scheduler:
             reason = sequence.finish_reason(self._eos_token_ids)
             if reason is not None:
                 return self._end(sequence, reason, tokens if reason is FinishReason.LENGTH else (), share=share)
-        return _output(sequence, tokens, share=share)
+        return sequence.output(tokens, share=share)
 
     def _end(
         self,
@@ -364,7 +365,7 @@ class Scheduler:
         if self._running.pop(sequence.request_id, None) is not None:
             self._ended.append(sequence)
             self._settle(sequence)
-        return _output(sequence, tokens, reason, error, share)
+        return sequence.output(tokens, reason, error, share)
 
     def _settle(self, sequence: SequenceState) -> None:
         """Give a sequence's slot back, if it is to go and nothing of it is in flight."""
@@ -391,14 +392,3 @@ class Scheduler:
             self._slots.release_later(sequence.slot, sequence.held)
         else:
             self._slots.return_slot(sequence.slot)
-
-
-def _output(
-    sequence: SequenceState,
-    tokens: tuple[TokenOutput, ...] = (),
-    reason: FinishReason | None = None,
-    error: str | None = None,
-    share: float | None = None,
-) -> RequestOutput:
-    computed_len = min(sequence.computed_len, sequence.prompt_len)
-    return RequestOutput(sequence.request_id, tokens, computed_len, sequence.prompt_len, reason, error, share)

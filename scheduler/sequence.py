@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from qsa.scheduler.growth import HitRate
 from qsa.scheduler.plan import SequenceStep
-from qsa.scheduler.request import FinishReason, Request
+from qsa.scheduler.request import FinishReason, Request, RequestOutput, TokenOutput
 
 MAX_PREEMPTIONS = 3  # after that a sequence is admitted only with room for its final length, and keeps it
 
@@ -33,6 +33,7 @@ class SequenceState:
     arrival: int
     arrival_s: float
     hit_rate: HitRate
+    prompt_len: int = field(init=False)
     generated: list[int] = field(default_factory=list)
     slot: int | None = None
     is_open: bool = False
@@ -48,13 +49,12 @@ class SequenceState:
     is_stalled: bool = False
     is_ended: bool = False
 
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.request.prompt_token_ids)
+
     @property
     def request_id(self) -> str:
         return self.request.request_id
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_token_ids)
 
     @property
     def seq_len(self) -> int:
@@ -112,6 +112,17 @@ class SequenceState:
         if token in sampling.stop_token_ids or (token in eos_token_ids and not sampling.ignore_eos):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.generated) >= sampling.max_tokens else None
+
+    def output(
+        self,
+        tokens: tuple[TokenOutput, ...] = (),
+        reason: FinishReason | None = None,
+        error: str | None = None,
+        share: float | None = None,
+    ) -> RequestOutput:
+        """What the client hears: new tokens, progress of the prompt, and how it ended."""
+        computed_len = min(self.computed_len, self.prompt_len)
+        return RequestOutput(self.request_id, tokens, computed_len, self.prompt_len, reason, error, share)
 
     def forget_cache(self) -> None:
         """Back to the queue: everything it had computed is computed again."""

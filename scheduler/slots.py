@@ -48,9 +48,9 @@ class SlotLedger:
         """Take back a slot that no plan has opened."""
         self._free_slots.append(slot)
 
-    def book(self, old: Sequence[int], new: Sequence[int]) -> None:
-        """A sequence goes from `old` to `new` chunks."""
-        self.free_chunks = [f - (n - o) for f, o, n in zip(self.free_chunks, old, new, strict=True)]
+    def book(self, added: Sequence[int]) -> None:
+        """A sequence gets chunks, one number a stage."""
+        self.free_chunks = [free - new for free, new in zip(self.free_chunks, added, strict=True)]
         assert min(self.free_chunks) >= 0, f"a plan would leave {self.free_chunks} chunks"
 
     def release_later(self, slot: int, held: tuple[int, ...]) -> None:

@@ -22,6 +22,14 @@ def test_meter_agrees_with_the_layout(seq_len, sparse_id):
     assert ChunkMeter(stages).chunks(sparse_id, seq_len) == expected
 
 
+@given(st.integers(0, 3000), st.integers(1, 700), st.sampled_from([0, 1]))
+def test_growth_is_the_difference_of_two_lengths(planned_len, more, sparse_id):
+    meter = ChunkMeter([StageCapacity(3, 10, KV, SUMMARIES), StageCapacity(5, 10, KV, SUMMARIES)])
+    held, needed = meter.chunks(sparse_id, planned_len), meter.chunks(sparse_id, planned_len + more)
+    growth = meter.growth(sparse_id, held, planned_len, planned_len + more)
+    assert growth == tuple(a - b for a, b in zip(needed, held, strict=True))
+
+
 def test_meter_agrees_with_a_real_cache():
     cache = KVCache(
         KV, torch.float32, num_layers=2, num_chunks=40, max_sequences=1, max_seq_len=1000, device=torch.device("cpu")

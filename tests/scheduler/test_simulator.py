@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_loads import make_request, make_stages
+import torch
+from scheduler_loads import KV, make_request, make_stages
 
 from qsa.errors import OutOfChunksError
+from qsa.memory.kv_cache import KVCache
 from qsa.scheduler.plan import SequenceStep, StepPlan
 from qsa.scheduler.request import FinishReason
 from qsa.scheduler.simulator import Arrival, CostModel, SimulatedStage, Simulation
@@ -82,6 +84,25 @@ def test_thousands_of_requests_leave_nothing_behind():
     scheduler = simulation.scheduler
     containers = [value for value in vars(scheduler).values() if isinstance(value, (dict, list, set))]
     assert [c for c in containers if c and c is not scheduler._totals] == []
+
+
+def test_plans_run_on_real_caches():
+    """What the counting stages accept, the product's own KV cache accepts too, to the last chunk."""
+    load = [Arrival(0.01 * i, make_request(f"r{i}", 100 + 60 * (i % 5), 150, sparse_id=i % 2)) for i in range(12)]
+    stages = make_stages(11, 11)
+    report = play(load, 11, 11, prefill_chunk=128, max_sequences=6, growth_horizon=1)
+    assert report.num_preempted > 0 and report.max_held == (11, 11)
+    cache = KVCache(
+        KV, torch.float32, num_layers=1, num_chunks=11, max_sequences=6, max_seq_len=1000, device=torch.device("cpu")
+    )
+    for plan in report.plans:
+        for slot in plan.release_slots:
+            cache.release(slot)
+        for slot, sparse_id in plan.open_slots:
+            cache.open(slot, stages[0].summaries[sparse_id])
+        for item in plan.items:
+            cache.extend(item.slot, item.end)
+    assert cache.stats().num_free == 11 and cache.stats().num_sequences == 0
 
 
 def test_runs_are_reproducible():
