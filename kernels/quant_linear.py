@@ -25,6 +25,7 @@ from qsa.kernels.registry import Operator, register
 GROUP = 32  # values that share a scale in the 4-bit kernel's layout
 PREFILL_ROWS = 48  # from this many rows a bfloat16 product is faster than the packed kernels
 PIECE_BYTES = 4 << 20  # bfloat16 weights made at a time when they are dequantised on the fly
+HEAD_PIECE_BYTES = 5 << 18  # of the head's weights, used twice while they are in a core's cache
 ROW_TILE = 16  # the packed 4-bit layout wants a multiple of this many output rows
 
 
@@ -170,6 +171,42 @@ class Int8Linear(Operator):
         self._values = self._scale = self._bias = self._copy = None
 
 
+def columns_with_repeats(weight: torch.Tensor, num_extra: int) -> torch.Tensor:
+    """Which input column each int8 column stands for: every one once, and those that set the scale of many rows more often.
+
+    A few input channels of a language model's head have weights several times larger than the others. Given n columns,
+    a channel holds numbers up to 127 n, and the rows that it dominates get a finer step. Chosen greedily on some rows.
+
+    Args:
+        weight: [out_features, in_features] float32
+
+    Returns:
+        int64 [in_features + num_extra], rising.
+    """
+    some = weight[:: -(-weight.shape[0] // 2048)].abs()
+    repeats = torch.ones(weight.shape[1])
+    for _ in range(num_extra):
+        largest, column = (some / repeats).topk(2, dim=1)
+        gain = torch.zeros_like(repeats).index_add_(0, column[:, 0], largest[:, 0].square() - largest[:, 1].square())
+        repeats[gain.argmax()] += 1
+    return torch.arange(weight.shape[1]).repeat_interleave(repeats.long())
+
+
+def quantize_repeated(weight: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 values on repeated columns and one float32 scale a row: w[:, c] = scale * (sum of the columns that stand for c).
+
+    Returns:
+        values [out_features, len(columns)] int8 and scale [out_features].
+    """
+    repeats = torch.bincount(columns, minlength=weight.shape[1])
+    limit = 127 * repeats
+    scale = (weight.abs() / limit).amax(1).clamp_(min=torch.finfo(torch.float32).tiny)
+    whole = (weight / scale.unsqueeze(1)).round_().clamp_(-limit, limit)
+    taken = 127 * (torch.arange(len(columns)) - (repeats.cumsum(0) - repeats)[columns])  # by a column's earlier twins
+    part = (whole.abs()[:, columns] - taken).clamp_(0, 127) * whole.sign()[:, columns]
+    return part.to(torch.int8), scale
+
+
 class Int8Head(Operator):
     """float32 logits x @ W.T with 8-bit W and one scale a row; x is split into two int8 planes, exact to 15 bits."""
 
@@ -180,9 +217,13 @@ class Int8Head(Operator):
 
         keep_batch_copy: hold W a second time in the order that is faster from two rows on (1 byte a weight).
         """
-        values, scale = quantize_rows(weight, torch.float32)
-        self._values: torch.Tensor | None = values.T  # [hidden_size, vocab_size], column by column: fastest for one row
-        self._batch_values: torch.Tensor | None = self._values.contiguous() if keep_batch_copy else self._values
+        width = weight.shape[1]
+        num_extra = -(-(width + width // 16) // 64) * 64 - width  # about a tenth more; whole cache lines are faster
+        self._columns: torch.Tensor | None = columns_with_repeats(weight, num_extra)
+        pieces = [quantize_repeated(piece, self._columns) for piece in weight.chunk(-(-weight.shape[0] // 8192))]
+        values, scale = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+        self._values: torch.Tensor | None = values
+        self._batch_values: torch.Tensor | None = values.T.contiguous() if keep_batch_copy else values.T
         self._scale: torch.Tensor | None = scale
 
     @property
@@ -190,22 +231,27 @@ class Int8Head(Operator):
         """Bytes of weights held."""
         if self._values is None or self._scale is None:
             return 0
-        return self._values.nbytes * (1 if self._batch_values is self._values else 2) + self._scale.nbytes
+        has_copy = self._batch_values is not None and self._batch_values.is_contiguous()
+        return self._values.nbytes * (2 if has_copy else 1) + self._scale.nbytes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size] in any float type to [num_rows, vocab_size] float32; rows are independent of each other.
 
         Integer sums are exact, so whichever way the library computes them, the bits are the same.
         """
-        assert self._values is not None and self._batch_values is not None and self._scale is not None
+        assert self._values is not None and self._batch_values is not None
+        assert self._scale is not None and self._columns is not None
         num_rows = x.shape[0]
         x = x.float()
         step = x.abs().amax(1, keepdim=True).div_(127 * 128 + 63).clamp_(min=torch.finfo(torch.float32).tiny)
         whole = x.div(step).round_()
         high = whole.div(128).round_()  # -127 .. 127
         planes = torch.cat((high, whole.sub_(high, alpha=128))).to(torch.int8)  # the low plane is within -64 .. 64
-        if num_rows == 1:
-            high_sum, low_sum = (torch._int_mm(plane, self._values) for plane in planes.chunk(2))
+        planes = planes.index_select(1, self._columns)
+        if num_rows == 1:  # piece by piece, so that the second plane finds the weights in the cache
+            pieces = self._values.chunk(-(-self._values.nbytes // HEAD_PIECE_BYTES))
+            sums = [(torch._int_mm(planes[:1], piece.T), torch._int_mm(planes[1:], piece.T)) for piece in pieces]
+            high_sum, low_sum = (torch.cat(parts, dim=1) for parts in zip(*sums, strict=True))
         else:
             high_sum, low_sum = torch._int_mm(planes, self._batch_values).chunk(2)
         out = low_sum.float().add_(high_sum, alpha=128)  # in float32: the sum may exceed 31 bits
@@ -216,7 +262,7 @@ class Int8Head(Operator):
         return self.forward(x)
 
     def free(self) -> None:
-        self._values = self._batch_values = self._scale = None
+        self._values = self._batch_values = self._scale = self._columns = None
 
 
 register("int4_linear", "torch", Int4Linear)

@@ -13,7 +13,19 @@ from qsa.model.build import build_stage
 from qsa.model.checkpoint.load import Checkpoint
 from qsa.model.decoder import StageModel
 
-DENSE = {DENSE_ID: SparseConfig(dense=True)}
+SMALL_ID = 1  # a budget of 112 tokens: selection is at work in short texts
+SPARSE = {
+    DENSE_ID: SparseConfig(dense=True),
+    SMALL_ID: SparseConfig(
+        window_size=64,
+        sink_size=16,
+        block_size_coarse=64,
+        block_size_fine=16,
+        top_k_fine=2,
+        candidate_factor=2,
+        summary="sketch",
+    ),
+}
 
 
 class Stages:
@@ -22,7 +34,7 @@ class Stages:
     def __init__(self, checkpoint: Checkpoint, cuts: Sequence[int], **options: object) -> None:
         """cuts: first layers of the second and later stages."""
         bounds = [0, *cuts, checkpoint.spec.num_layers]
-        settings = {"num_chunks": 256, "max_sequences": 8, "max_model_len": checkpoint.spec.max_model_len, "sparse": DENSE}
+        settings = {"num_chunks": 512, "max_sequences": 8, "max_model_len": checkpoint.spec.max_model_len, "sparse": SPARSE}
         settings |= options
         self.models: list[StageModel] = [
             build_stage(checkpoint, first_layer=first, last_layer=last, **settings) for first, last in pairwise(bounds)

@@ -7,7 +7,16 @@ import torch
 from oracle import assert_matches_oracle
 
 from qsa.kernels.linear import FloatLinear
-from qsa.kernels.quant_linear import PREFILL_ROWS, Int4Linear, Int8Head, Int8Linear, LinearOperator, quantize_rows
+from qsa.kernels.quant_linear import (
+    PREFILL_ROWS,
+    Int4Linear,
+    Int8Head,
+    Int8Linear,
+    LinearOperator,
+    columns_with_repeats,
+    quantize_repeated,
+    quantize_rows,
+)
 from qsa.kernels.quant_linear_ref import dequantize_groups_ref, quant_linear_ref
 from qsa.kernels.registry import get_operator
 
@@ -106,13 +115,37 @@ def test_int8_head_is_a_float32_product(in_features, out_features, copy, rng):
     weight = torch.randn(out_features, in_features, generator=rng) * 0.05
     head = Int8Head()
     head.init(weight=weight, keep_batch_copy=copy)
-    values, scale = quantize_rows(weight, torch.float32)
+    assert head._columns is not None
+    columns = head._columns
+    values, scale = quantize_repeated(weight, columns)
+    held = torch.zeros_like(weight).index_add_(1, columns, values.float()) * scale[:, None]
     x = torch.randn(7, in_features, generator=rng)
     got = head.forward(x)
-    own = x.double() @ (values.double() * scale.double()[:, None]).T
+    own = x.double() @ held.double().T
     assert got.dtype == torch.float32
     # rounding x to 15 bits of its largest element: a tenth of what bfloat16 activations and results would lose
-    assert (got - own).abs().max() < 0.1 * ((x.bfloat16() @ (values * scale[:, None]).bfloat16().T).double() - own).abs().max()
+    assert (got - own).abs().max() < 0.1 * ((x.bfloat16() @ held.bfloat16().T).double() - own).abs().max()
+
+
+def test_repeated_columns_give_rows_with_large_channels_a_finer_step(rng):
+    weight = torch.randn(4000, 96, generator=rng) * 0.1
+    weight[:, 7] *= 6
+    weight[:, 50] *= 3
+    columns = columns_with_repeats(weight, 8)
+    counts = torch.bincount(columns, minlength=96)
+    assert len(columns) == 104 and (columns.diff() >= 0).all()
+    assert counts[7] > counts[50] > 1 and counts.sum() - counts[7] - counts[50] <= 94 + 2
+
+    def error(columns: torch.Tensor) -> float:
+        values, scale = quantize_repeated(weight, columns)
+        held = torch.zeros_like(weight).index_add_(1, columns, values.float()) * scale[:, None]
+        assert ((held - weight).abs() <= 0.501 * scale[:, None]).all(), "half a step at most"
+        return float((held - weight).square().mean())
+
+    plain, plain_scale = quantize_rows(weight, torch.float32)
+    alone = error(torch.arange(96))
+    assert alone == pytest.approx(float((plain * plain_scale[:, None] - weight).square().mean()))
+    assert error(columns) < 0.3 * alone
 
 
 def test_int8_head_survives_sums_beyond_31_bits():

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from stages import Stages, mean_kl
+from stages import SMALL_ID, Stages, mean_kl
 from tiny_models import TINY_MODELS, load_reference, make_tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qsa.errors import ConfigError
+from qsa.kernels.registry import DENSE_ID
 from qsa.model.batch import Segment
 from qsa.model.checkpoint.load import Checkpoint, open_checkpoint
 from qsa.model.checkpoint.quantized import QuantizedTensor
@@ -134,11 +135,11 @@ def test_two_stages_of_the_default_model_equal_one(dtype, default_model, float_s
     two.close()
 
 
-@pytest.mark.parametrize("sparse_id", [0])
+@pytest.mark.parametrize("sparse_id", [DENSE_ID, SMALL_ID])
 def test_a_sequence_does_not_change_with_its_company(sparse_id, packed_stages, recorded):
     """Eight sequences of different lengths decoded together and alone, with a prefill beside them, bit for bit."""
     ids = recorded["input_ids"].tolist()
-    prompts = [ids[i * 7 : i * 7 + 20 + 19 * i] for i in range(8)]
+    prompts = [ids[i : i + 20 + 30 * i] for i in range(8)]
 
     def step_logits(members: list[int], company: bool) -> dict[int, list[torch.Tensor]]:
         for i in members:
