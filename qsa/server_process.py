@@ -25,6 +25,7 @@ import yaml
 from qsa.config import EngineConfig
 from qsa.errors import ConfigError, EngineDeadError
 
+LOOPBACK = "127.0.0.1"
 STOP_TIMEOUT_S = 45.0
 PR_SET_PDEATHSIG = 1
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on this machine: no proxy in between
@@ -49,12 +50,15 @@ def _last_lines(path: Path, count: int) -> list[str]:
 
 
 class ServerProcess:
-    """A child that serves `config`; `url` answers once `start` has returned, nothing is left after `stop`."""
+    """A child that serves `config`; `url` answers once `start` has returned, nothing is left after `stop`.
+
+    It listens on loopback whatever the configuration says, and so wants no key.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
-        port = free_port(config.server.host)
-        self.config = config.model_copy(update={"server": config.server.model_copy(update={"port": port})})
-        self.url = f"http://{config.server.host}:{port}"
+        server = {"host": LOOPBACK, "port": free_port(LOOPBACK), "api_keys": ()}
+        self.config = config.model_copy(update={"server": config.server.model_copy(update=server)})
+        self.url = f"http://{LOOPBACK}:{server['port']}"
         self._folder = Path(tempfile.mkdtemp(prefix="qsa-"))
         self._log = self._folder / "server.log"
         self._child: subprocess.Popen[bytes] | None = None
@@ -67,7 +71,6 @@ class ServerProcess:
             EngineDeadError: it failed otherwise, or was not ready in time.
         """
         settings = self._folder / "config.yaml"
-        settings.touch(mode=0o600)  # it may hold api keys
         settings.write_text(yaml.safe_dump(self.config.model_dump(mode="json")))
         with self._log.open("wb") as log:
             self._child = subprocess.Popen(

@@ -158,10 +158,10 @@ def batch_line(custom_id: str, **changes: object) -> str:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "line 1 is not JSON"),
-        (batch_line("a") + "\n\n" + batch_line("a"), "line 3 wants a custom_id of its own"),
-        (batch_line("a", url="/v1/embeddings"), "line 1 wants a url"),
-        (batch_line("a", body={"stream": True}), "asks for a stream"),
+        ("{", "line 1: not JSON"),
+        (batch_line("a") + "\n\n" + batch_line("a"), "line 3: custom_id must be"),
+        (batch_line("a", url="/v1/embeddings"), "line 1: url must be"),
+        (batch_line("a", body={"stream": True}), "stream is not possible"),
         ("[1]", "custom_id"),
     ],
 )
@@ -169,7 +169,7 @@ def test_a_wrong_batch_line_is_named(tmp_path, content, words):
     path = tmp_path / "in.jsonl"
     path.write_text(content)
     with pytest.raises(ConfigError, match=re.escape(words)):
-        list(batch.read_batch(path))
+        batch.read_batch(path)
 
 
 def test_figures_of_a_stream():
@@ -300,7 +300,7 @@ def test_a_batch_keeps_its_order_retries_a_busy_server_and_counts_failures(tmp_p
     async def go():
         async with scripted_server(handler) as url, Client(url) as client:
             with target.open("w") as output:
-                return await batch.answer_all(client, list(batch.read_batch(source)), output, concurrency=3)
+                return await batch.answer_all(client, batch.read_batch(source), output, concurrency=3)
 
     assert asyncio.run(go()) == 1
     lines = [json.loads(line) for line in target.read_text().splitlines()]

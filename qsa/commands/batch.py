@@ -7,8 +7,6 @@ import asyncio
 import contextlib
 import json
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,64 +14,34 @@ import aiohttp
 
 from qsa.client import Client
 from qsa.errors import ConfigError
+from qsa.serve_app.batch import read_lines
 from qsa.settings import config_from
 from qsa.terminal import notes, server_at
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
-MAX_TRIES = 100  # of one request at a busy server; the server says how long to wait
+MAX_TRIES = 100  # of one request at a busy server, which says how long to wait
+Item = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class BatchLine:
-    """One request of the file."""
-
-    custom_id: str
-    url: str
-    body: dict[str, Any]
-
-
-def read_batch(path: Path) -> Iterator[BatchLine]:
-    """The requests of a JSONL file; empty lines are skipped.
+def read_batch(path: Path) -> list[Item]:
+    """The requests of a JSONL file.
 
     Raises:
-        ConfigError: the file is missing, or a line is not a batch request; the message names the line.
+        ConfigError: the file cannot be read, or a line is not a batch request; the message names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
-    seen: set[str] = set()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            item = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{where} is not JSON: {error}") from None
-        custom_id, url, body = (item.get(key) if isinstance(item, dict) else None for key in ("custom_id", "url", "body"))
-        if not isinstance(custom_id, str) or custom_id in seen:
-            raise ConfigError(f"{where} wants a custom_id of its own, a string, got {custom_id!r}")
-        if url not in ENDPOINTS or not isinstance(body, dict):
-            raise ConfigError(f"{where} wants a url of {' or '.join(ENDPOINTS)} and a body, got {url!r}")
-        if body.get("stream"):
-            raise ConfigError(f"{where} asks for a stream, which a batch cannot give")
-        seen.add(custom_id)
-        yield BatchLine(custom_id, url, body)
+    return list(read_lines(text.splitlines(), str(path)))
 
 
-async def answer(client: Client, line: BatchLine, sparse_id: int | None) -> dict[str, Any]:
+async def answer(client: Client, item: Item, sparse_id: int | None) -> Item:
     """One line of the output; a busy server is asked again after the time it names."""
-    body = line.body if sparse_id is None else {"sparse_id": sparse_id, **line.body}
-    result: dict[str, Any] = {
-        "id": f"batch_req_{uuid.uuid4().hex}",
-        "custom_id": line.custom_id,
-        "response": None,
-        "error": None,
-    }
+    body = item["body"] if sparse_id is None else {"sparse_id": sparse_id, **item["body"]}
+    result: Item = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": item["custom_id"], "response": None, "error": None}
     try:
         for _ in range(MAX_TRIES):
-            status, reply, retry_after_s = await client.post(line.url, body)
+            status, reply, retry_after_s = await client.post(item["url"], body)
             if status != 429:
                 break
             await asyncio.sleep(min(max(retry_after_s, 0.1), 30.0))
@@ -84,26 +52,24 @@ async def answer(client: Client, line: BatchLine, sparse_id: int | None) -> dict
     return result
 
 
-def is_success(result: dict[str, Any]) -> bool:
+def is_success(result: Item) -> bool:
     return bool(result["response"] is not None and result["response"]["status_code"] == 200)
 
 
-async def answer_all(
-    client: Client, lines: list[BatchLine], output: TextIO, concurrency: int, sparse_id: int | None = None
-) -> int:
+async def answer_all(client: Client, items: list[Item], output: TextIO, concurrency: int, sparse_id: int | None = None) -> int:
     """Answer every line, `concurrency` at a time, writing each as soon as all before it are written.
 
     Returns:
         How many failed.
     """
-    queue = iter(enumerate(lines))
-    done: dict[int, dict[str, Any]] = {}
+    queue = iter(enumerate(items))
+    done: dict[int, Item] = {}
     written = failed = 0
 
     async def work() -> None:
         nonlocal written, failed
-        for index, line in queue:
-            done[index] = await answer(client, line, sparse_id)
+        for index, item in queue:
+            done[index] = await answer(client, item, sparse_id)
             while written in done:
                 result = done.pop(written)
                 output.write(json.dumps(result, ensure_ascii=False) + "\n")
@@ -111,19 +77,19 @@ async def answer_all(
                 written += 1
                 failed += not is_success(result)
 
-    await asyncio.gather(*(work() for _ in range(min(concurrency, len(lines)))))
+    await asyncio.gather(*(work() for _ in range(min(concurrency, len(items)))))
     return failed
 
 
-async def _run(url: str, args: argparse.Namespace, lines: list[BatchLine], output: TextIO) -> int:
+async def _run(url: str, args: argparse.Namespace, items: list[Item], output: TextIO) -> int:
     async with Client(url, args.api_key) as client:
-        return await answer_all(client, lines, output, args.concurrency, args.sparse)
+        return await answer_all(client, items, output, args.concurrency, args.sparse)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.concurrency < 1:
         raise ConfigError(f"--concurrency must be at least 1, got {args.concurrency}")
-    lines = list(read_batch(Path(args.input)))
+    items = read_batch(Path(args.input))
     config = config_from(args)
     with contextlib.ExitStack() as stack:
         try:  # before the engine starts: a wrong path is told at once
@@ -131,6 +97,6 @@ def run(args: argparse.Namespace) -> int:
         except OSError as error:
             raise ConfigError(f"cannot write {args.output}: {error.strerror}") from None
         url = stack.enter_context(server_at(args.url, config))
-        failed = asyncio.run(_run(url, args, lines, output))
-    notes.print(f"{len(lines) - failed} of {len(lines)} requests answered, in {args.output}", markup=False)
+        failed = asyncio.run(_run(url, args, items, output))
+    notes.print(f"{len(items) - failed} of {len(items)} requests answered, in {args.output}", markup=False)
     return 1 if failed else 0
