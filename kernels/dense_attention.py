@@ -1,7 +1,8 @@
 """Dense attention over paged K and V: the baseline that every sparse configuration is measured against.
 
-Both forms read a sequence in parts and merge the parts by their log-sum-exp, so that no mask is ever materialised:
-a decode query page by page, a prefill chunk as everything before the chunk (no mask) and the chunk itself (causal).
+A decode query reads its sequence page by page and merges the pages by their log-sum-exp. A prefill chunk is cut in
+blocks of queries that are scored by plain products in bfloat16; in other types the fused operator reads everything before
+the chunk (no mask) and the chunk itself (causal), merged in the same way.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from typing import Any
 import torch
 
 from qsa.kernels.registry import Operator, register
+
+PLAIN_QUERIES = 64  # queries scored at once: their scores against a few thousand keys stay in the cache
+MAX_PLAIN_KEYS = 32768  # above, the scores of a block would take too much memory
 
 
 def attend(
@@ -82,6 +86,27 @@ def gather_tokens(pages: torch.Tensor, chunks: Sequence[int], seq_len: int) -> t
     return out[0], out[1]
 
 
+def attend_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float, mask: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Attention by plain products, one KV head at a time: in bfloat16 more than twice as fast as the fused operator.
+
+    Scores are rounded to the inputs' type, an error of the size that q and k have themselves. They are for attending
+    only: selection has scores of its own, in float32.
+
+    Args:
+        q:    [num_kv_heads, num_q, head_dim]
+        k, v: [num_kv_heads, num_k, head_dim], contiguous in each head
+        mask: [num_q, n], added to the scores of the last n keys
+        out:  like q, written
+    """
+    for head in range(len(q)):
+        keys = k[head].t()
+        scores = torch.addmm(q.new_zeros(1), q[head], keys, beta=0, alpha=sm_scale)
+        scores[:, keys.shape[1] - mask.shape[1] :].add_(mask)
+        torch.mm(torch.softmax(scores, -1), v[head], out=out[head])
+
+
 def dense_prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -> torch.Tensor:
     """Causal attention of the last `num_tokens` tokens of a sequence.
 
@@ -92,6 +117,8 @@ def dense_prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: f
     Returns:
         [num_tokens, num_q_heads, head_dim]
     """
+    if q.dtype == torch.bfloat16 and k.shape[1] <= MAX_PLAIN_KEYS:
+        return _dense_prefill_plain(q, k, v, sm_scale)
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads, seq_len, _ = k.shape
     group_size = num_q_heads // num_kv_heads
@@ -105,6 +132,26 @@ def dense_prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: f
         far, far_lse = attend(grouped, k[None, :, :past], v[None, :, :past], sm_scale)
         out = merge_attention((far.reshape(out.shape), out), (far_lse.reshape(lse.shape), lse))
     return out[0].transpose(0, 1)
+
+
+def _dense_prefill_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -> torch.Tensor:
+    """dense_prefill in blocks of PLAIN_QUERIES queries, each against the keys up to its last one."""
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads, seq_len, _ = k.shape
+    group = num_q_heads // num_kv_heads
+    past = seq_len - num_tokens
+    out = torch.empty_like(q)
+    for first in range(0, num_tokens, PLAIN_QUERIES):
+        count = min(PLAIN_QUERIES, num_tokens - first)
+        block = q[first : first + count].view(count, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+        block = block.reshape(num_kv_heads, group * count, head_dim)
+        mask = q.new_full((count, count), -torch.inf).triu_(1).repeat(group, 1)
+        attended = torch.empty_like(block)
+        keys = past + first + count
+        attend_heads(block, k[:, :keys], v[:, :keys], sm_scale, mask, attended)
+        attended = attended.view(num_kv_heads, group, count, head_dim).permute(2, 0, 1, 3)
+        out[first : first + count] = attended.reshape(count, num_q_heads, head_dim)
+    return out
 
 
 class DenseAttention(Operator):

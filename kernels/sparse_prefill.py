@@ -2,7 +2,8 @@
 
 The queries of a tile share a list a KV head. A tile's window begins at a slice boundary, at least `window_size` tokens
 before its first query (itself included), so a list holds whole slices before the window and needs no mask; slice 0 is
-always attended in whole. Both parts are merged by their log-sum-exp.
+always attended in whole. In bfloat16 both parts are scored together by plain products, in other types by the fused
+operator and merged by their log-sum-exp.
 
 Reference: kernels/sparse_prefill_ref.py
 """
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from qsa.kernels.dense_attention import attend, merge_attention
+from qsa.kernels.dense_attention import attend, attend_heads, merge_attention
 from qsa.kernels.paged_rows import SliceRows
 from qsa.kernels.registry import Operator, register
 
@@ -133,13 +134,16 @@ def sparse_prefill(
     tiled = tiled.reshape(num_tiles, num_kv_heads, group * tile, head_dim)
     mask = plan.near_mask.repeat(1, 1, group, 1)
     out = q.new_empty(num_tiles, num_kv_heads, group * tile, head_dim)
-    for one in range(num_tiles):  # a tile's K and V stay in the cache
-        index = slice(one, one + 1)
-        far_k, far_v = rows.gather(list_rows[index]), rows.gather(list_rows[index] + rows.value_offset)
-        near_k, near_v = rows.gather(near_rows[index]), rows.gather(near_rows[index] + rows.value_offset)
-        far, far_lse = attend(tiled[index], far_k, far_v, sm_scale)
-        near, near_lse = attend(tiled[index], near_k, near_v, sm_scale, mask=mask[index])
-        out[index] = merge_attention((far, near), (far_lse, near_lse))
+    for one in range(num_tiles):  # one at a time: a tile's K and V stay in the cache
+        tile_rows = torch.cat((list_rows[one], near_rows[one]), 1)
+        k, v = rows.gather(tile_rows), rows.gather(tile_rows + rows.value_offset)
+        if q.dtype == torch.bfloat16:
+            attend_heads(tiled[one], k, v, sm_scale, mask[one, 0], out[one])
+        else:
+            cut = list_rows.shape[2] * rows.slice_size
+            far, far_lse = attend(tiled[one, None], k[None, :, :cut], v[None, :, :cut], sm_scale)
+            near, near_lse = attend(tiled[one, None], k[None, :, cut:], v[None, :, cut:], sm_scale, mask=mask[one, None])
+            out[one] = merge_attention((far, near), (far_lse, near_lse))[0]
     out = out.view(num_tiles, num_kv_heads, group, tile, head_dim).permute(0, 3, 1, 2, 4)
     return out.reshape(num_tiles * tile, num_q_heads, head_dim)[before : before + num_tokens]
 
