@@ -165,7 +165,7 @@ def start_actors(plan: EnginePlan, config: EngineConfig, name: str, build: Model
 
 def _reserve(bundles: list[dict[str, float]], timeout_s: float) -> PlacementGroup:
     group = placement_group(bundles, strategy="PACK")
-    deadline = time.monotonic() + min(timeout_s, 30.0)
+    deadline = time.monotonic() + timeout_s  # an autoscaler may be adding a node
     while not group.wait(timeout_seconds=1):
         if time.monotonic() > deadline:
             remove_placement_group(group)

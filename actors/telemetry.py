@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qsa.memory.chunk_pool import PoolStats
+from qsa.memory.pool_stats import PoolStats
 from qsa.scheduler.counters import SchedulerCounters
 
 

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from qsa.actors.ray_errors import describe, is_actor_death
 
 TICK_S = 1.0
-UNHEALTHY_TICKS = 4  # a stage that has not answered for so many ticks turns health red,
-DEAD_TICKS = 8  # and for so many is given up: everybody who waits for it is told
+UNHEALTHY_TICKS = 3  # a stage that has not answered for so many ticks turns health red,
+DEAD_TICKS = 6  # and for so many is given up: everybody who waits for it is told
 STUCK_STEP_S = 600.0  # a single step that runs longer than this hangs
 
 

@@ -7,24 +7,14 @@ same, because a second pool beside it can fragment and because operators ask for
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
 from qsa.errors import BudgetError, OutOfChunksError
 from qsa.memory.layout import CHUNK_BYTES
+from qsa.memory.pool_stats import PoolStats
 
 ALIGNMENT = 4096  # bytes; a chunk starts on a memory page, and so on every cache line and DMA boundary
-
-
-@dataclass(frozen=True)
-class PoolStats:
-    """What a pool holds now. `largest_free_run`: neighbouring free chunks, at most `num_free`."""
-
-    num_chunks: int
-    num_free: int
-    largest_free_run: int
-    num_sequences: int = 0
 
 
 class ChunkPool:

@@ -9,9 +9,10 @@ from collections.abc import Iterable
 
 import torch
 
-from qsa.memory.chunk_pool import ChunkPool, PoolStats
+from qsa.memory.chunk_pool import ChunkPool
 from qsa.memory.layout import CHUNK_BYTES, KVLayout, SummaryLayout
 from qsa.memory.page_table import PageTable
+from qsa.memory.pool_stats import PoolStats
 
 NO_CHUNK = -1
 NO_ADDRESS = 0
