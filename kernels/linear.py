@@ -38,6 +38,26 @@ def linear_in_row_blocks(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
     return torch.cat([F.linear(block, weight, bias) for block in padded.chunk(padded.shape[0] // row_block)])[:num_rows]
 
 
+def can_fuse_gate(dtype: torch.dtype) -> bool:
+    """Whether the matrix library applies activation and product itself in `gated_linear`."""
+    return dtype == torch.bfloat16 and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def gated_linear(x: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(x @ gate.T) * (x @ up.T), activation and product applied to the sums before they are rounded to bfloat16.
+
+    Args:
+        x:       [num_rows, in_features] bfloat16
+        gate_up: [2 * width, in_features] bfloat16, gate first
+
+    Returns:
+        [num_rows, width]
+    """
+    gate, up = gate_up.chunk(2)
+    activated = torch.ops.mkldnn._linear_pointwise(x, gate, None, "swish", [], "")
+    return torch.ops.mkldnn._linear_pointwise.binary(x, activated, up, None, "mul")
+
+
 class FloatLinear(Operator):
     """x @ W.T + bias with W in the type of the activations."""
 
@@ -48,6 +68,11 @@ class FloatLinear(Operator):
         self._weight: torch.Tensor | None = weight.contiguous()
         self._bias = bias
         self._row_block = ROW_BLOCK[weight.dtype]
+
+    @property
+    def whole_weight(self) -> torch.Tensor | None:
+        """W in the activations' type for `gated_linear`; None with a bias."""
+        return self._weight if self._bias is None else None
 
     @property
     def nbytes(self) -> int:

@@ -24,7 +24,7 @@ def rms_norm_rows(x: torch.Tensor, double_weight: torch.Tensor | None, eps: floa
     """
     width = x.shape[-1]
     doubled = torch.cat((x, x.neg()), dim=-1)
-    return F.layer_norm(doubled, (2 * width,), double_weight, None, eps)[..., :width].contiguous()
+    return torch.layer_norm(doubled, (2 * width,), double_weight, None, eps).narrow(-1, 0, width).contiguous()
 
 
 def double(weight: torch.Tensor) -> torch.Tensor:
@@ -54,11 +54,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     Returns:
         Like x.
     """
-    swapped = x.roll(x.shape[-1] // 2, -1)
-    return torch.addcmul(x * cos, swapped, sin).to(x.dtype)
+    wide = x.to(cos.dtype)
+    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
 def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of [num_rows, 2 * width], gate first; returns [num_rows, width]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    width = gate_up.shape[1] // 2
+    return F.silu(gate_up.narrow(1, 0, width)).mul_(gate_up.narrow(1, width, width))

@@ -86,6 +86,11 @@ class Int4Linear(Operator):
             self._nibbles = (values[:, ::2] | values[:, 1::2] << 4).to(torch.uint8)
 
     @property
+    def whole_weight(self) -> torch.Tensor | None:
+        """W in bfloat16 for `gated_linear`; None with a bias, or when no copy is held."""
+        return self._copy if self._bias is None else None
+
+    @property
     def nbytes(self) -> int:
         """Bytes of weights held."""
         held = (self._packed, self._scale_and_zero, self._bias, self._copy, self._nibbles)
@@ -145,6 +150,11 @@ class Int8Linear(Operator):
         self._scale: torch.Tensor | None = scale
         self._bias = bias
         self._copy = weight.to(torch.bfloat16) if keep_prefill_copy else None
+
+    @property
+    def whole_weight(self) -> torch.Tensor | None:
+        """W in bfloat16 for `gated_linear`; None with a bias, or when no copy is held."""
+        return self._copy if self._bias is None else None
 
     @property
     def nbytes(self) -> int:

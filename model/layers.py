@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
-from qsa.kernels.linear import FloatLinear
+from qsa.kernels.linear import FloatLinear, can_fuse_gate, gated_linear
 from qsa.kernels.pointwise import double, rms_norm, rms_norm_rows, rotate, silu_multiply
-from qsa.kernels.quant_linear import Int4Linear, Int8Head, Int8Linear
+from qsa.kernels.quant_linear import PREFILL_ROWS, Int4Linear, Int8Head, Int8Linear
 from qsa.model.attention import StageAttention
 from qsa.model.attention_plan import AttentionStep
 from qsa.model.checkpoint.quantized import QuantizedTensor
@@ -175,7 +175,7 @@ class DecoderLayer:
         """Read and pack layer `layer` (numbered in the whole model); `read` gives a tensor by its canonical name."""
         self.layer = layer
         self._q_heads, self._kv_heads, self._head_dim = spec.num_q_heads, spec.num_kv_heads, spec.head_dim
-        self._rotated_width = (spec.num_q_heads + spec.num_kv_heads) * spec.head_dim
+        self._rotated_heads = spec.num_q_heads + spec.num_kv_heads
         self._eps = spec.rms_norm_eps
         prefix = f"layers.{layer}."
 
@@ -190,6 +190,7 @@ class DecoderLayer:
         self._mlp_norm = Norm(read(f"{prefix}post_attention_layernorm.weight"), policy, spec.rms_norm_eps)
         self._gate_up = linear(["mlp.gate_proj", "mlp.up_proj"], spec.mlp_bias)
         self._down = linear(["mlp.down_proj"], spec.mlp_bias)
+        self._can_fuse_gate = can_fuse_gate(policy.dtype)
         self._head_norm: torch.Tensor | None = None
         if spec.qk_norm:
             q_norm, k_norm = (policy.to_float(read(f"{prefix}self_attn.{x}_norm.weight")) for x in "qk")
@@ -224,25 +225,33 @@ class DecoderLayer:
         """
         normed = self._input_norm.forward(x, is_prefill)
         qkv = self._qkv.forward_prefill(normed) if is_prefill else self._qkv.forward(normed)
-        num_tokens = qkv.shape[0]
-        rotated = qkv[:, : self._rotated_width].view(num_tokens, -1, self._head_dim)
+        heads = qkv.view(qkv.shape[0], -1, self._head_dim)
+        rotated = heads.narrow(1, 0, self._rotated_heads)
         if self._head_norm is not None:
             normed = rms_norm(rotated, None, self._eps) if is_prefill else rms_norm_rows(rotated, None, self._eps)
             rotated = normed.mul_(self._head_norm)
         rotated = rotate(rotated, cos, sin)
-        v = qkv[:, self._rotated_width :].view(num_tokens, self._kv_heads, self._head_dim)
-        return attention.forward(self.layer, rotated[:, : self._q_heads], rotated[:, self._q_heads :], v, step)
+        q = rotated.narrow(1, 0, self._q_heads)
+        k = rotated.narrow(1, self._q_heads, self._kv_heads)
+        v = heads.narrow(1, self._rotated_heads, self._kv_heads)
+        return attention.forward(self.layer, q, k, v, step)
 
     def finish(self, x: torch.Tensor, attended: torch.Tensor, is_prefill: bool) -> None:
         """Output projection and MLP; x [num_tokens, hidden_size] is updated in place."""
         if is_prefill:
             x.add_(self._o.forward_prefill(attended))
-            gate_up = self._gate_up.forward_prefill(self._mlp_norm.forward(x, True))
-            x.add_(self._down.forward_prefill(silu_multiply(gate_up)))
+            x.add_(self._down.forward_prefill(self._gate_prefill(self._mlp_norm.forward(x, True))))
         else:
             x.add_(self._o.forward(attended))
             gate_up = self._gate_up.forward(self._mlp_norm.forward(x, False))
             x.add_(self._down.forward(silu_multiply(gate_up)))
+
+    def _gate_prefill(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up for the rows of a prefill chunk, in the fused form where weights and library allow it."""
+        whole = getattr(self._gate_up, "whole_weight", None) if x.shape[0] >= PREFILL_ROWS else None
+        if whole is not None and self._can_fuse_gate:
+            return gated_linear(x, whole)
+        return silu_multiply(self._gate_up.forward_prefill(x))
 
     def free(self) -> None:
         for linear in self._linears:

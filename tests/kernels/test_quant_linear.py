@@ -6,7 +6,8 @@ import pytest
 import torch
 from oracle import assert_matches_oracle
 
-from qsa.kernels.linear import FloatLinear
+from qsa.kernels.linear import FloatLinear, can_fuse_gate, gated_linear
+from qsa.kernels.pointwise_ref import silu_multiply_ref
 from qsa.kernels.quant_linear import (
     PREFILL_ROWS,
     Int4Linear,
@@ -178,6 +179,15 @@ def test_rows_do_not_depend_on_the_batch(kind, in_features, out_features, thread
                 assert torch.equal(together, alone[start : start + num_rows]), f"{num_rows} rows from {start}"
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not can_fuse_gate(torch.bfloat16), reason="this CPU's matrix library has no bfloat16")
+@pytest.mark.parametrize(("in_features", "width"), [(32, 8), (576, 1536)])
+def test_gated_linear_matches_its_parts(in_features, width, rng):
+    x = torch.randn(70, in_features, generator=rng).bfloat16()
+    gate_up = (torch.randn(2 * width, in_features, generator=rng) * in_features**-0.5).bfloat16()
+    oracle = silu_multiply_ref(x.double() @ gate_up.double().T)
+    assert_matches_oracle("gated", gated_linear(x, gate_up), oracle, silu_multiply_ref(x @ gate_up.T))
 
 
 @pytest.mark.parametrize("name", ["float_linear", "int4_linear", "int8_linear", "int8_head"])

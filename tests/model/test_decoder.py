@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from stages import SMALL_ID, Stages, mean_kl
+from stages import SMALL_ID, SPARSE, Stages, mean_kl
 from tiny_models import TINY_MODELS, load_reference, make_tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qsa.errors import ConfigError
 from qsa.kernels.registry import DENSE_ID
 from qsa.model.batch import Segment
+from qsa.model.build import build_stage
 from qsa.model.checkpoint.load import Checkpoint, open_checkpoint
 from qsa.model.checkpoint.quantized import QuantizedTensor
 
@@ -230,14 +231,16 @@ def test_wrong_inputs_are_named(packed_stages, default_model):
     with pytest.raises(ConfigError, match="8192"):
         Stages(default_model, [], max_model_len=8193)
     with pytest.raises(ValueError, match="first_layer < last_layer"):
-        Stages(default_model, [30])
+        Stages(default_model, [0])
     with pytest.raises(ConfigError, match="float8"):
         Stages(default_model, [], dtype="float8")
 
 
 def test_a_closed_stage_holds_nothing(default_model):
-    stages = Stages(default_model, [15], max_model_len=256)
-    assert all(model.weight_bytes > 50e6 for model in stages.models)
-    stages.close()
-    stages.close()
-    assert all(model.weight_bytes == 0 for model in stages.models)
+    stage = build_stage(
+        default_model, first_layer=28, last_layer=30, num_chunks=8, max_sequences=1, max_model_len=256, sparse=SPARSE
+    )
+    assert stage.weight_bytes > 60e6  # two layers with their copies, and the head in both orders
+    stage.close()
+    stage.close()
+    assert stage.weight_bytes == 0
