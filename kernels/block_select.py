@@ -37,7 +37,7 @@ def block_select(
     block_scores: torch.Tensor | None = None,
     top_k_coarse: int = 0,
     slices_per_block: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Select slices for every list.
 
     Args:
@@ -52,7 +52,7 @@ def block_select(
 
     Returns:
         slice_indices int64 [lists, num_kv_heads or 1, num_selected], rising, padded with -1.
-        margin float32 [lists, num_kv_heads or 1], nats between the last kept and the first dropped slice; inf if none was.
+        edge float32 [lists, num_kv_heads or 1, 2], shares of the last kept and the first dropped slice; None if all were kept.
     """
     if slice_scores.dtype != torch.float32:
         raise ValueError(f"slice_scores must be float32, got {slice_scores.dtype}: half-precision scores choose wrongly")
@@ -72,17 +72,17 @@ def block_select(
     count = min(num_selected + 1, num_slices)
     values, indices = torch.topk(share, count, sorted=True)
     if count <= num_selected:
-        return topk(share, num_selected), torch.full(values.shape[:-1], torch.inf, device=values.device)
-    margin = (values[..., num_selected - 1] / values[..., num_selected].clamp(min=1e-30)).log()
+        return topk(share, num_selected), None
+    edge = values[..., num_selected - 1 :]
     if candidates is not None:
-        return topk(share, num_selected), margin
-    return indices[..., :num_selected].sort(-1).values, margin
+        return topk(share, num_selected), edge
+    return indices[..., :num_selected].sort(-1).values, edge
 
 
 class BlockSelect(Operator):
     """block_select on the CPU."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         return block_select(*args, **kwargs)
 
 

@@ -16,5 +16,4 @@ def float_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     if q.dtype == torch.float32:
         return torch.bmm(q, k_t)
     rounded = torch.bmm(q, k_t)
-    rest = torch.baddbmm(rounded, q, k_t, beta=-1)
-    return torch.add(rounded, rest.float())
+    return torch.baddbmm(rounded, q, k_t, beta=-1).float().add_(rounded)

@@ -1,8 +1,9 @@
 """Attention of one query token over sink, window and the best slices of a proposed pool, chosen by exact keys.
 
-K of pool, sink and window is gathered and scored once: the scores choose the final slices and are the attention's own
-logits as well, so that choosing costs no second read of K. V is gathered for the chosen slices alone.
-All sequences of a batch have the same shapes (padding is masked), so a row's result does not depend on its company.
+K of the pool and of the near slices (slice 0 and those that the window touches) is gathered and scored once: the scores
+choose the final slices and are the attention's own logits as well, so that choosing costs no second read of K. V is
+gathered for the chosen slices alone. All sequences of a batch have the same shapes (padding is masked), so a row's result
+does not depend on its company.
 
 Reference: kernels/sparse_decode_ref.py
 """
@@ -18,111 +19,137 @@ from qsa.kernels.float_scores import float_scores
 from qsa.kernels.paged_rows import SliceRows
 from qsa.kernels.registry import Operator, register
 
+TINY = 1e-37  # what a head's shares are divided by at least: when the window drowns the pool they are 0, not NaN
+
 
 @dataclass(frozen=True)
-class SparseDecodePlan:
-    """What is the same for every layer of a step.
+class NearPlan:
+    """What lies near the queries of a batch, the same for every layer.
 
     Attributes:
-        sink_size, top_k: as configured.
-        window_starts: int64 [batch, 1, 1, 1], first token of each sequence's window.
-        near_mask:     bool [batch, 1, 1, near slices * slice_size], True for gathered tokens that are in neither sink
-                       nor window. The near slices are slice 0 and the slices that the window touches.
-        token_offsets: int64 [slice_size], 0, 1, ...
+        slices:       int64 [batch, num_near], slice 0 and the window's slices; numbers past the end repeat the last.
+        mask:         float32 [rows, slice_size], 0 or -inf: for each sequence one row a near slice, one of -inf (what a
+                      padded place of the pool shows), then one a slice of the sequence.
+        mask_offsets: int64 [batch, 1, 1], first row of each sequence.
+        places:       int64 [num_near], pool_size + 0, 1, ...: where near slices stand behind a pool.
+        heads:        int64 [batch, num_kv_heads, group, 1], first row of a head's probabilities, in slices.
     """
 
-    sink_size: int
-    top_k: int
-    window_starts: torch.Tensor
-    near_mask: torch.Tensor
-    token_offsets: torch.Tensor
+    slices: torch.Tensor
+    mask: torch.Tensor
+    mask_offsets: torch.Tensor
+    places: torch.Tensor
+    heads: torch.Tensor
 
 
-def near_slices(window_size: int, slice_size: int) -> int:
-    """Slices gathered beside the selected ones: the first, and as many as a window can touch."""
+def num_near_slices(window_size: int, slice_size: int) -> int:
+    """Slices gathered beside the pool: the first, and as many as a window can touch."""
     return 2 + (window_size + slice_size - 2) // slice_size
 
 
 def plan_near(
-    seq_lens: torch.Tensor, *, window_size: int, sink_size: int, slice_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Window starts, near slice numbers and near mask of a batch whose windows begin after the sink.
-
-    seq_lens: int64 [batch]. Returns window_starts [batch], slices [batch, n] (numbers past the end repeat the last), and
-    mask [batch, n * slice_size], True for tokens that are not attended.
-    """
-    window_starts = seq_lens - window_size
-    count = near_slices(window_size, slice_size)
-    slices = torch.cat(
-        (torch.zeros_like(window_starts).unsqueeze(1), window_starts.unsqueeze(1) // slice_size + torch.arange(count - 1)), 1
+    seq_lens: list[int],
+    *,
+    window_size: int,
+    sink_size: int,
+    slice_size: int,
+    pool_size: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+) -> NearPlan:
+    """Plan a batch of sequences whose windows begin behind the sink."""
+    num_near = num_near_slices(window_size, slice_size)
+    slices, masks, offsets, rows = [], [], [], 0
+    for seq_len in seq_lens:
+        start = seq_len - window_size
+        first, last = start // slice_size, (seq_len - 1) // slice_size
+        slices.append([0, *(min(first + i, last) for i in range(num_near - 1))])
+        mask = torch.zeros(num_near + 1 + first + 1, slice_size)
+        mask[0, sink_size:] = -torch.inf
+        window = mask[1:num_near].view(-1)
+        window[: start - first * slice_size] = -torch.inf
+        window[seq_len - first * slice_size :] = -torch.inf
+        mask[num_near] = -torch.inf
+        mask[num_near + 1, :sink_size] = -torch.inf
+        mask[num_near + 1 + first, start - first * slice_size :] = -torch.inf
+        masks.append(mask)
+        offsets.append(rows)
+        rows += len(mask)
+    heads = torch.arange(len(seq_lens) * num_q_heads) * (pool_size + num_near)
+    return NearPlan(
+        torch.tensor(slices),
+        torch.cat(masks) if len(masks) > 1 else masks[0],
+        torch.tensor(offsets).view(-1, 1, 1),
+        pool_size + torch.arange(num_near),
+        heads.view(len(seq_lens), num_kv_heads, num_q_heads // num_kv_heads, 1),
     )
-    positions = slices.unsqueeze(2) * slice_size + torch.arange(slice_size)  # [batch, n, slice_size]
-    masked = (positions < window_starts.view(-1, 1, 1)) | (positions >= seq_lens.view(-1, 1, 1))
-    masked[:, 0] = torch.arange(slice_size) >= sink_size
-    last = (seq_lens - 1).unsqueeze(1) // slice_size
-    return window_starts, torch.minimum(slices, last), masked.flatten(1)
+
+
+def mask_rows(pool: torch.Tensor, num_near: int) -> torch.Tensor:
+    """Rows of NearPlan.mask, relative to the sequence's first, of the slices of a pool (padded with -1)."""
+    return pool + (num_near + 1)
 
 
 def sparse_decode(
     q: torch.Tensor,
     rows: SliceRows,
-    pool: torch.Tensor,
-    pool_rows: torch.Tensor,
-    near_rows: torch.Tensor,
-    plan: SparseDecodePlan,
+    key_rows: torch.Tensor,
+    masked: torch.Tensor,
+    plan: NearPlan,
+    top_k: int,
     sm_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    has_padding: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Choose and attend.
 
     Args:
-        q:         [batch, num_q_heads, head_dim]
-        pool:      int64 [batch, num_kv_heads or 1, pool_size], proposed slices, rising, padded with -1; at most `top_k` of
-                   them: all are attended.
-        pool_rows: int64 [batch, num_kv_heads, pool_size], their rows of K; any written slice's where pool is -1.
-        near_rows: int64 [batch, num_kv_heads, near slices], rows of K of slice 0 and of the window's slices.
+        q:           [batch, num_q_heads, head_dim]
+        key_rows:    int64 [batch, num_kv_heads, pool_size + num_near], rows of K of the pool's slices, then of the near
+                     ones; any written slice's where the pool is padded.
+        masked:      int64 [batch, num_kv_heads or 1, pool_size + num_near], rows of plan.mask of the same slices.
+        top_k:       slices to choose from the pool; when the pool holds no more, all of it is attended.
+        has_padding: whether a pool may be padded, at its end.
 
     Returns:
-        out [batch, num_q_heads, head_dim], slice_indices int64 [batch, num_kv_heads or 1, top_k].
+        out [batch, num_q_heads, head_dim], and places int64 [batch, num_kv_heads or 1, top_k], which of the pool were
+        chosen, rising; None when all were.
     """
     batch, num_q_heads, head_dim = q.shape
-    num_kv_heads, pool_size = pool_rows.shape[1:]
+    num_kv_heads, num_slices = key_rows.shape[1:]
+    lists, size, heads = batch * num_kv_heads, rows.slice_size, masked.shape[1]
     group = num_q_heads // num_kv_heads
-    size = rows.slice_size
-    lists = batch * num_kv_heads
     grouped = q.reshape(lists, group, head_dim)
 
-    gathered = rows.gather(torch.cat((pool_rows, near_rows), 2))  # [batch, num_kv_heads, n * size, head_dim]
-    logits = float_scores(grouped, gathered.view(lists, -1, head_dim)).mul_(sm_scale).view(batch, num_kv_heads, group, -1)
-    far, near = logits.split((pool_size * size, logits.shape[3] - pool_size * size), 3)
+    keys = rows.gather(key_rows).view(lists, num_slices * size, head_dim)
+    scores = float_scores(grouped, keys).view(batch, num_kv_heads, group, -1)
+    mask = plan.mask.index_select(0, masked.view(-1)).view(batch, heads, 1, -1)
+    weights = torch.softmax(torch.add(mask, scores, alpha=sm_scale), -1)
 
-    positions = pool.unsqueeze(-1) * size + plan.token_offsets  # [batch, heads, pool_size, size], negative where padded
-    outside = (positions < plan.sink_size) | (positions >= plan.window_starts)
-    far = far.masked_fill(outside.flatten(2).unsqueeze(2), -torch.inf)
-    if pool_size > plan.top_k:
-        share = torch.softmax(far, -1).view(batch, num_kv_heads, group, pool_size, size).sum((2, 4))
-        if pool.shape[1] == 1 and num_kv_heads > 1:
+    pool_size = num_slices - len(plan.places)
+    places = None
+    value_rows = key_rows
+    if pool_size > top_k:
+        mass = weights.view(batch, num_kv_heads, group, num_slices, size).sum(-1)[..., :pool_size]
+        share = (mass / mass.sum(-1, keepdim=True).clamp_(min=TINY)).sum(2)  # [batch, num_kv_heads, pool_size]
+        if heads < num_kv_heads:
             share = share.sum(1, keepdim=True)
-        share = share.masked_fill(pool < 0, -1.0)  # behind any real slice
-        places = share.topk(plan.top_k, -1, sorted=False).indices.sort(-1).values  # [batch, heads, top_k]
-        slice_indices = pool.gather(-1, places)
-        places = places.expand(batch, num_kv_heads, plan.top_k)
-        rows_kept = pool_rows.gather(-1, places)
-        index = places[:, :, None, :, None].expand(batch, num_kv_heads, group, plan.top_k, size)
-        far = far.view(batch, num_kv_heads, group, pool_size, size).gather(3, index).flatten(3)
-    else:
-        slice_indices, rows_kept = pool, pool_rows
-
-    near = near.masked_fill(plan.near_mask, -torch.inf)
-    weights = torch.softmax(torch.cat((far, near), -1), -1).to(q.dtype)
-    values = rows.gather(torch.cat((rows_kept, near_rows), 2) + rows.value_offset)
-    out = torch.bmm(weights.view(lists, group, -1), values.view(lists, -1, head_dim))
-    return out.view(batch, num_q_heads, head_dim), slice_indices
+        if has_padding:  # behind any real slice, also one whose share is 0
+            share = share.masked_fill(masked[..., :pool_size] == plan.mask_offsets + len(plan.places), -1.0)
+        places = share.topk(top_k, -1, sorted=False).indices.sort(-1).values  # [batch, heads, top_k]
+        kept = torch.cat((places, plan.places.expand(batch, heads, -1)), -1)
+        value_rows = key_rows.gather(-1, kept.expand(batch, num_kv_heads, -1))
+        kept_rows = (kept.unsqueeze(2) + plan.heads).view(-1)
+        weights = weights.view(-1, size).index_select(0, kept_rows).view(lists, group, -1)
+        weights = weights / weights.sum(-1, keepdim=True)
+    values = rows.gather(value_rows + rows.value_offset).view(lists, -1, head_dim)
+    out = torch.bmm(weights.view(lists, group, -1).to(q.dtype), values)
+    return out.view(batch, num_q_heads, head_dim), places
 
 
 class SparseDecode(Operator):
     """sparse_decode on the CPU."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         return sparse_decode(*args, **kwargs)
 
 

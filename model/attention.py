@@ -8,17 +8,18 @@ import torch
 
 from qsa.kernels.block_select import block_select
 from qsa.kernels.dense_attention import dense_decode, dense_prefill, gather_tokens
+from qsa.kernels.host_memory import keep_freed_memory
 from qsa.kernels.kv_write import kv_write
 from qsa.kernels.paged_rows import SliceRows
 from qsa.kernels.registry import SparseConfig
-from qsa.kernels.sparse_decode import sparse_decode
+from qsa.kernels.sparse_decode import mask_rows, sparse_decode
 from qsa.kernels.sparse_prefill import TilePlan, sparse_prefill
 from qsa.kernels.summaries.base import Summary
 from qsa.kernels.summaries.code import CodeCalibration
 from qsa.kernels.summaries.make import make_summary, summary_slice_bytes
 from qsa.memory.kv_cache import KVCache
 from qsa.memory.layout import SummaryLayout
-from qsa.model.attention_plan import AttentionStep, SparseRows, StepPlanner, num_candidates, proposes_all
+from qsa.model.attention_plan import AttentionStep, SparseRows, StepPlanner
 from qsa.model.batch import Segment
 from qsa.model.selection import SelectionState, SlotSelection, add_selections, count_decode
 
@@ -75,11 +76,12 @@ class StageAttention:
             raise ValueError(f"backend {backend!r} is not built, there is 'torch'")
         if num_q_heads % num_kv_heads:
             raise ValueError(f"num_q_heads ({num_q_heads}) must be a multiple of num_kv_heads ({num_kv_heads})")
+        keep_freed_memory()
         self.cache, self.first_layer, self.num_layers = cache, first_layer, num_layers
         self.num_q_heads, self.num_kv_heads, self.head_dim, self.sm_scale = num_q_heads, num_kv_heads, head_dim, sm_scale
         self.sparse = dict(sparse)
         self._code_dim = calibration.code_dim if calibration is not None else None
-        self._planner = StepPlanner(cache, self.sparse, first_layer, cache.dtype)
+        self._planner = StepPlanner(cache, self.sparse, first_layer, num_q_heads)
         self._methods = {
             number: self._make_method(number, config, calibration) for number, config in self.sparse.items() if not config.dense
         }
@@ -128,6 +130,8 @@ class StageAttention:
             raise ValueError(f"a group is decode segments or one prefill segment, got {len(segments)} segments")
         self._count()
         step = self._planner.plan(segments)
+        for group in step.sparse:
+            self._place_rows(group)
         self._uncounted = step.sparse
         for dense in step.dense:
             tokens = float(self.num_layers * dense.seq_len)
@@ -168,43 +172,60 @@ class StageAttention:
     def _decode(self, local: int, q: torch.Tensor, group: SparseRows) -> torch.Tensor:
         """Attention of the decode rows of one configuration, [batch, num_q_heads, head_dim]."""
         method = self._methods[group.sparse_id]
+        state, slots = method.state, group.slots
         for row, due in enumerate(group.is_due[local]):
             if due:
-                self._propose(local, q[row], method, group.slots[row], group.seq_lens[row])
-        pool = method.state.pools[local].index_select(0, group.slot_index)
-        pool_rows = method.state.pool_rows[local].index_select(0, group.slot_index)
-        near_rows = group.near_rows[local]
-        out, selected = sparse_decode(q, method.rows, pool, pool_rows, near_rows, group.plan, self.sm_scale)
-        group.selected[local] = selected
+                self._scan(local, q[row], method, slots[row], group.seq_lens[row])
+        if len(slots) == 1:
+            index = slice(slots[0], slots[0] + 1)
+            key_rows, masked = state.key_rows[local, index], state.masked[local, index]
+        else:
+            key_rows = state.key_rows[local].index_select(0, group.slot_index)
+            masked = state.masked[local].index_select(0, group.slot_index) + group.near.mask_offsets
+        top_k = method.config.top_k_fine
+        out, places = sparse_decode(
+            q, method.rows, key_rows, masked, group.near, top_k, self.sm_scale, has_padding=group.has_padding
+        )
+        if places is not None:
+            group.places.append(places)
         return out
 
-    def _propose(self, local: int, q: torch.Tensor, method: _Method, slot: int, seq_len: int) -> None:
-        """Fill the slot's pool: by a scan, or with every candidate where all fit."""
+    def _place_rows(self, group: SparseRows) -> None:
+        """Set what is known before the layers run: the near slices of every slot, and pools that hold every candidate."""
+        method = self._methods[group.sparse_id]
+        state = method.state
+        state.key_rows[:, group.slots, :, state.pool_size :] = group.near_rows
+        for slot, count in group.all_slots:
+            state.masked[:, slot, :, :count] = mask_rows(torch.arange(count), state.num_near)
+            state.masked[:, slot, :, count : state.pool_size] = state.num_near
+            bases = method.table[:, slot, None, :count] + method.rows.head_offsets.view(-1, 1)
+            state.key_rows[:, slot, :, :count] = bases
+            state.key_rows[:, slot, :, count : state.pool_size] = bases[:, :, :1]
+
+    def _scan(self, local: int, q: torch.Tensor, method: _Method, slot: int, seq_len: int) -> None:
+        """Fill the slot's pool from the summaries of its whole context."""
         config, state = method.config, method.state
-        pool = state.pools[local, slot]
-        if proposes_all(config, seq_len):
-            count = num_candidates(config, seq_len)
-            pool[:, :count] = torch.arange(count)
-            pool[:, count:] = -1
-        else:
-            chunks = self._planner.summary_lists[slot][local]
-            window_start = seq_len - config.window_size
-            grouped = q.view(self.num_kv_heads, -1, self.head_dim)
-            scores = method.summary.scan(
-                local, self.cache.pool.buffer, grouped, chunks, config.sink_size, window_start, self.sm_scale
-            )
-            indices, margin = block_select(
-                scores.unsqueeze(0),
-                state.pool_size,
-                per_layer=method.per_layer,
-                block_scores=method.block_scores(scores.unsqueeze(0)),
-                top_k_coarse=config.top_k_coarse,
-                slices_per_block=method.slices_per_block,
-            )
-            pool.copy_(indices[0])
-            state.margins[local, slot] = margin[0]
-        bases = method.table[local, slot].take(pool.clamp(min=0))
-        torch.add(bases, method.rows.head_offsets.unsqueeze(1), out=state.pool_rows[local, slot])
+        chunks = self._planner.summary_lists[slot][local]
+        grouped = q.view(self.num_kv_heads, -1, self.head_dim)
+        last = seq_len - config.window_size
+        scores = method.summary.scan(
+            local, self.cache.pool.buffer, grouped, chunks, config.sink_size, last, self.sm_scale
+        ).unsqueeze(0)
+        pool, edge = block_select(
+            scores,
+            state.pool_size,
+            per_layer=method.per_layer,
+            block_scores=method.block_scores(scores),
+            top_k_coarse=config.top_k_coarse,
+            slices_per_block=method.slices_per_block,
+        )
+        torch.add(pool[0], state.num_near + 1, out=state.masked[local, slot, :, : state.pool_size])
+        if config.propose == "blocks":
+            pool = pool.clamp(min=0)
+        bases = method.table[local, slot].take(pool[0])
+        torch.add(bases, method.rows.head_offsets.view(-1, 1), out=state.key_rows[local, slot, :, : state.pool_size])
+        if edge is not None:
+            state.edges[local, slot] = edge[0]
 
     def _prefill(self, local: int, q: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Attention of a prefill chunk, [num_tokens, num_q_heads, head_dim]."""
@@ -272,10 +293,16 @@ class StageAttention:
         for group in self._uncounted:
             method = self._methods[group.sparse_id]
             state, slots = method.state, group.slot_index
-            before, margins = state.chosen[:, slots], state.margins[:, slots]
-            for figures in count_decode(group.selected, before, margins, method.config, group.slots, group.seq_lens):
+            chosen = state.pools(slots)
+            if len(group.places) == self.num_layers:
+                chosen = chosen.gather(-1, torch.stack(group.places))
+            elif group.places or state.pool_size > method.config.top_k_fine:
+                continue  # the step did not run to its end
+            for figures in count_decode(
+                chosen, state.chosen[:, slots], state.edges[:, slots], method.config, group.slots, group.seq_lens
+            ):
                 self._add(figures)
-            state.chosen[:, slots] = group.selected
+            state.chosen[:, slots] = chosen
         self._uncounted = ()
 
     def _prefill_figures(self, step: AttentionStep) -> SlotSelection:

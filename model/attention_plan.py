@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from qsa.kernels.kv_write import write_rows
 from qsa.kernels.paged_rows import SliceRows
 from qsa.kernels.registry import SparseConfig
-from qsa.kernels.sparse_decode import SparseDecodePlan, plan_near
+from qsa.kernels.sparse_decode import NearPlan, plan_near
 from qsa.kernels.sparse_prefill import TilePlan, first_sparse_tile, plan_tiles
 from qsa.memory.kv_cache import KVCache
 from qsa.memory.layout import SummaryLayout, cdiv
 from qsa.model.batch import Segment
+from qsa.model.selection import pool_size
 
 SAMPLE_EVERY = 4  # in prefill every fourth query of a tile takes part in choosing its list
 
@@ -46,12 +47,15 @@ class SparseRows:
     """Decode rows that select, all under one configuration.
 
     Attributes:
-        rows:       their places among the step's rows.
-        index:      the same as a tensor, None when they are all of the step's rows.
-        slot_index: the rows' slots as a tensor.
-        is_due:     [num_layers][batch], whether a layer scans for a row in this step.
-        near_rows:  int64 [num_layers, batch, num_kv_heads, near slices]
-        selected:   int64 [num_layers, batch, lists, top_k], filled layer by layer.
+        rows:        their places among the step's rows.
+        index:       the same as a tensor, None when they are all of the step's rows.
+        slot_index:  the rows' slots as a tensor.
+        is_due:      [num_layers][batch], whether a layer scans for a row in this step.
+        near:        the slices near the queries.
+        near_rows:   int64 [num_layers, batch, num_kv_heads, num_near], their rows of K.
+        all_slots:   slots whose pool is every candidate, with the number of candidates.
+        has_padding: whether a pool may be padded.
+        places:      per layer which of a pool's slices were chosen, int64 [batch, lists, top_k], filled layer by layer.
     """
 
     sparse_id: int
@@ -61,9 +65,11 @@ class SparseRows:
     slot_index: torch.Tensor
     seq_lens: list[int]
     is_due: list[list[bool]]
-    plan: SparseDecodePlan
+    near: NearPlan
     near_rows: torch.Tensor
-    selected: torch.Tensor
+    all_slots: list[tuple[int, int]]
+    has_padding: bool
+    places: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -103,8 +109,8 @@ class StepPlanner:
         summary_lists:   by slot, chunk numbers of its summaries, one list a layer.
     """
 
-    def __init__(self, cache: KVCache, sparse: Mapping[int, SparseConfig], first_layer: int, dtype: torch.dtype) -> None:
-        self.cache, self.first_layer, self._dtype = cache, first_layer, dtype
+    def __init__(self, cache: KVCache, sparse: Mapping[int, SparseConfig], first_layer: int, num_q_heads: int) -> None:
+        self.cache, self.first_layer, self._num_q_heads = cache, first_layer, num_q_heads
         self.token_rows = SliceRows(cache.pages, 1)
         self.slice_rows: dict[int, SliceRows] = {}
         self.slice_tables: dict[int, torch.Tensor] = {}
@@ -112,7 +118,7 @@ class StepPlanner:
         self.summary_lists: dict[int, list[list[int]]] = {}
         self._sparse = {number: config for number, config in sparse.items() if not config.dense}
         self._layouts: dict[int, SummaryLayout] = {}  # by slot
-        self._scanned: dict[int, int] = {}  # by slot, decode steps since its first scan
+        self._scanned: dict[int, int] = {}  # by slot, decode steps from its first scan on
         for size in {config.block_size_fine for config in self._sparse.values()}:
             rows = SliceRows(cache.pages, size)
             shape = (cache.num_layers, cache.max_sequences, cache.page_chunks.shape[2] * rows.slices_per_page)
@@ -191,28 +197,32 @@ class StepPlanner:
         return tuple(dense), tuple(self._plan_rows(number, rows, segments) for number, rows in selecting.items())
 
     def _plan_rows(self, sparse_id: int, rows: list[int], segments: Sequence[Segment]) -> SparseRows:
-        config, num_layers = self._sparse[sparse_id], self.cache.num_layers
-        size = config.block_size_fine
+        config, kv = self._sparse[sparse_id], self.cache.kv
+        size, proposed = config.block_size_fine, pool_size(config)
         slots, seq_lens = [segments[row].slot for row in rows], [segments[row].end for row in rows]
         slot_index = torch.tensor(slots)
-        starts, near, mask = plan_near(
-            torch.tensor(seq_lens), window_size=config.window_size, sink_size=config.sink_size, slice_size=size
+        near = plan_near(
+            seq_lens,
+            window_size=config.window_size,
+            sink_size=config.sink_size,
+            slice_size=size,
+            pool_size=proposed,
+            num_q_heads=self._num_q_heads,
+            num_kv_heads=kv.num_kv_heads,
         )
-        bases = self.slice_tables[size][:, slot_index.unsqueeze(1), near]  # [num_layers, batch, near slices]
+        bases = self.slice_tables[size][:, slot_index.unsqueeze(1), near.slices]  # [num_layers, batch, num_near]
         near_rows = bases.unsqueeze(2) + self.slice_rows[size].head_offsets.view(-1, 1)
-        plan = SparseDecodePlan(
-            config.sink_size, config.top_k_fine, starts.view(-1, 1, 1, 1), mask.view(len(rows), 1, 1, -1), torch.arange(size)
-        )
+        candidates = [num_candidates(config, seq_len) for seq_len in seq_lens]
+        takes_all = [config.rerank == "exact" and count <= proposed for count in candidates]
+        intervals = [config.scan_interval(self.first_layer + layer) for layer in range(self.cache.num_layers)]
         steps = [self._scanned.get(slot, 0) for slot in slots]
-        for slot, step in zip(slots, steps):
-            self._scanned[slot] = step + 1
-        intervals = [config.scan_interval(self.first_layer + layer) for layer in range(num_layers)]
-        every_step = [proposes_all(config, seq_len) for seq_len in seq_lens]
-        is_due = [[every or step % interval == 0 for every, step in zip(every_step, steps)] for interval in intervals]
-        lists = self.cache.kv.num_kv_heads if config.list_per == "kv_head" else 1
-        selected = torch.full((num_layers, len(rows), lists, config.top_k_fine), -1)
+        is_due = [[not every and step % interval == 0 for every, step in zip(takes_all, steps)] for interval in intervals]
+        for slot, step, every in zip(slots, steps, takes_all):
+            self._scanned[slot] = step if every else step + 1
+        all_slots = [(slot, count) for slot, count, every in zip(slots, candidates, takes_all) if every]
+        has_padding = config.propose == "blocks" or any(count < proposed for count in candidates)
         index = None if len(rows) == len(segments) else torch.tensor(rows)
-        return SparseRows(sparse_id, rows, index, slots, slot_index, seq_lens, is_due, plan, near_rows, selected)
+        return SparseRows(sparse_id, rows, index, slots, slot_index, seq_lens, is_due, near, near_rows, all_slots, has_padding)
 
     def _plan_prefill(self, segment: Segment) -> PrefillPlan:
         config = self._sparse.get(segment.sparse_id)
@@ -232,7 +242,7 @@ class StepPlanner:
             window_size=config.window_size,
             slice_size=size,
             sample_every=SAMPLE_EVERY,
-            dtype=self._dtype,
+            dtype=self.cache.dtype,
         )
         bases = self.slice_tables[size][:, segment.slot][:, tiles.near_slices]
         return PrefillPlan(dense_end, tiles, bases.unsqueeze(2) + self.slice_rows[size].head_offsets.view(-1, 1))
@@ -241,8 +251,3 @@ class StepPlanner:
 def num_candidates(config: SparseConfig, seq_len: int) -> int:
     """Slices that begin before the window of a decode query with `seq_len` tokens of context, its own included."""
     return cdiv(max(0, seq_len - config.window_size), config.block_size_fine)
-
-
-def proposes_all(config: SparseConfig, seq_len: int) -> bool:
-    """Whether every candidate is in the pool, so that nothing need be scanned: exact keys choose among all."""
-    return config.rerank == "exact" and num_candidates(config, seq_len) <= config.candidate_factor * config.top_k_fine

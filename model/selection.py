@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from qsa.kernels.registry import SparseConfig
+from qsa.kernels.sparse_decode import num_near_slices
 
 
 @dataclass(frozen=True)
@@ -30,31 +31,49 @@ class SlotSelection:
 
 
 class SelectionState:
-    """Per layer and slot of one sparse configuration: the proposed pool, the latest list, and its margin.
+    """Per layer and slot of one sparse configuration: the proposed pool, where its slices lie, the latest list.
 
     A scan replaces a pool; between scans the lists are chosen from it. The tensors' sizes do not depend on the context.
+
+    Attributes:
+        masked:   int64 [num_layers, max_sequences, lists, pool_size + num_near], the pool, then the near slices, as rows
+                  of a step's mask (mask_rows of qsa.kernels.sparse_decode).
+        key_rows: int64 [num_layers, max_sequences, num_kv_heads, pool_size + num_near], rows of K of the same slices.
+        chosen:   int64 [num_layers, max_sequences, lists, top_k_fine], the latest lists.
+        edges:    float32 [num_layers, max_sequences, lists, 2], shares of the last proposed and the first dropped slice.
     """
 
     def __init__(self, config: SparseConfig, num_layers: int, max_sequences: int, num_kv_heads: int) -> None:
         lists = num_kv_heads if config.list_per == "kv_head" else 1
-        self.pool_size = config.top_k_fine * (config.candidate_factor if config.rerank == "exact" else 1)
-        shape = (num_layers, max_sequences)
-        self.pools = torch.full((*shape, lists, self.pool_size), -1, dtype=torch.int64)
-        self.pool_rows = torch.zeros((*shape, num_kv_heads, self.pool_size), dtype=torch.int64)
-        self.chosen = torch.full((*shape, lists, config.top_k_fine), -1, dtype=torch.int64)
-        self.margins = torch.full((*shape, lists), torch.inf)
+        self.pool_size = pool_size(config)
+        self.num_near = num_near_slices(config.window_size, config.block_size_fine)
+        shape, width = (num_layers, max_sequences), self.pool_size + self.num_near
+        self.masked = torch.zeros((*shape, lists, width), dtype=torch.int64)
+        self.masked[..., self.pool_size :] = torch.arange(self.num_near)
+        self.key_rows = torch.zeros((*shape, num_kv_heads, width), dtype=torch.int64)
+        self.chosen = torch.zeros((*shape, lists, config.top_k_fine), dtype=torch.int64)
+        self.edges = torch.zeros((*shape, lists, 2))
 
     def reset(self, slot: int) -> None:
         """Forget the slot's pools and lists."""
-        self.pools[:, slot] = -1
+        self.masked[:, slot, :, : self.pool_size] = self.num_near
         self.chosen[:, slot] = -1
-        self.margins[:, slot] = torch.inf
+        self.edges[:, slot] = 0.0
+
+    def pools(self, slots: torch.Tensor) -> torch.Tensor:
+        """Proposed slices int64 [num_layers, len(slots), lists, pool_size], padded with -1."""
+        return self.masked[:, slots, :, : self.pool_size] - (self.num_near + 1)
+
+
+def pool_size(config: SparseConfig) -> int:
+    """Slices that a scan proposes."""
+    return config.top_k_fine * (config.candidate_factor if config.rerank == "exact" else 1)
 
 
 def count_decode(
     chosen: torch.Tensor,
     before: torch.Tensor,
-    margins: torch.Tensor,
+    edges: torch.Tensor,
     config: SparseConfig,
     slots: list[int],
     seq_lens: list[int],
@@ -63,7 +82,7 @@ def count_decode(
 
     Args:
         chosen, before: int64 [num_layers, batch, lists, top_k], this step's lists and those of the step before.
-        margins:        float32 [num_layers, batch, lists]
+        edges:          float32 [num_layers, batch, lists, 2]
     """
     num_layers, batch, lists, _ = chosen.shape
     real = chosen >= 0
@@ -72,15 +91,13 @@ def count_decode(
     first = chosen * config.block_size_fine
     tokens = torch.minimum(first + config.block_size_fine, window_starts) - first.clamp(min=config.sink_size)
     far = (tokens.clamp(min=0) * real).sum((0, 2, 3)) / lists
-    selected, kept = real.sum((0, 2, 3)).tolist(), known.sum((0, 2, 3)).tolist()
-    finite = torch.isfinite(margins)
-    gaps = (margins.masked_fill(~finite, 0.0).sum((0, 2)) / finite.sum((0, 2)).clamp(min=1)).tolist()
+    scanned = edges[..., 1] > 0
+    gaps = (edges[..., 0] / edges[..., 1]).log().masked_fill(~scanned, 0.0).sum((0, 2)) / scanned.sum((0, 2)).clamp(min=1)
     near = num_layers * (config.sink_size + config.window_size)
+    counts = torch.stack((far, gaps, real.sum((0, 2, 3)), known.sum((0, 2, 3)))).t().tolist()
     return [
-        SlotSelection(
-            slots[row], near + tokens, float(num_layers * seq_lens[row]), selected[row], selected[row] - kept[row], gaps[row]
-        )
-        for row, tokens in enumerate(far.tolist())
+        SlotSelection(slot, near + far, float(num_layers * seq_len), int(selected), int(selected - kept), gap)
+        for slot, seq_len, (far, gap, selected, kept) in zip(slots, seq_lens, counts)
     ]
 
 

@@ -100,14 +100,14 @@ class CodeSummary(Summary):
     ) -> torch.Tensor:
         num_kv_heads, num_rows, _ = q.shape
         directions = torch.bmm(q.float(), self._query[layer]).view(-1, self.code_dim)  # [num_kv_heads * num_rows, code_dim]
-        scale = directions.abs().amax(1, keepdim=True).clamp_(min=1e-30).mul_(1 / 127.0)
-        numbers = (directions / scale).round_().to(torch.int8)
+        scale = torch.linalg.vector_norm(directions, torch.inf, 1, keepdim=True).mul_(1 / 127.0)
+        numbers = directions.div_(scale).nan_to_num_().round_().to(torch.int8)  # a row of zeros stays one
         codes = [part.view(-1, self.code_dim) for part in self.read(store, chunks, last)]
         if len(numbers) <= self.ROWS:
             best = self._best(numbers, codes, first, last)
         else:
             best = torch.cat([self._best(rows, codes, first, last) for rows in numbers.split(self.ROWS)])
-        return (best * (scale * sm_scale)).view(num_kv_heads, num_rows, -1)
+        return (best * scale.mul_(sm_scale)).view(num_kv_heads, num_rows, -1)
 
     def _best(self, rows: torch.Tensor, codes: list[torch.Tensor], first: int, last: int) -> torch.Tensor:
         """Integer products of int8 query rows with every code, the largest of each slice: int32 [rows, num_slices]."""

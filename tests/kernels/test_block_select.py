@@ -23,9 +23,10 @@ from qsa.kernels.float_scores import float_scores
 def test_slices(lists, num_kv_heads, rows, num_slices, num_selected, per_layer):
     torch.manual_seed(0)
     scores = 3 * torch.randn(lists, num_kv_heads, rows, num_slices)
-    got, margin = block_select(scores, num_selected, per_layer=per_layer)
+    got, edge = block_select(scores, num_selected, per_layer=per_layer)
     assert torch.equal(got, block_select_ref(scores.double(), num_selected, per_layer=per_layer))
-    assert (margin >= 0).all() and torch.isinf(margin).all() == (num_slices <= num_selected)
+    assert (edge is None) == (num_slices <= num_selected)
+    assert edge is None or (edge[..., 0] >= edge[..., 1]).all()
 
 
 @pytest.mark.parametrize("per_layer", [False, True], ids=["kv_head", "layer"])

@@ -8,7 +8,7 @@ from oracle import assert_matches_oracle
 from paged_kv import make_sequence
 
 from qsa.kernels.paged_rows import SliceRows
-from qsa.kernels.sparse_decode import SparseDecodePlan, plan_near, sparse_decode
+from qsa.kernels.sparse_decode import mask_rows, plan_near, sparse_decode
 from qsa.kernels.sparse_decode_ref import rerank_ref, sparse_decode_ref
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -22,15 +22,23 @@ SHAPES = [  # num_q_heads, num_kv_heads, head_dim, seq_len
 def run(q, seq, pool, *, top_k, slice_size=64, sink_size=32, window_size=512):
     """sparse_decode of one sequence, with the row numbers worked out here."""
     rows = SliceRows(seq.pages, slice_size)
-    heads = rows.head_offsets.view(1, -1, 1)
     bases = rows.bases(torch.tensor(seq.chunks))
-    seq_len = seq.k.shape[1]
-    starts, near, mask = plan_near(torch.tensor([seq_len]), window_size=window_size, sink_size=sink_size, slice_size=slice_size)
-    plan = SparseDecodePlan(sink_size, top_k, starts.view(1, 1, 1, 1), mask.view(1, 1, 1, -1), torch.arange(slice_size))
-    pool_rows = bases[pool.clamp(min=0)].unsqueeze(0) + heads
-    near_rows = bases[near].unsqueeze(1) + heads
-    out, chosen = sparse_decode(q.unsqueeze(0), rows, pool.unsqueeze(0), pool_rows, near_rows, plan, q.shape[-1] ** -0.5)
-    return out[0], chosen[0]
+    num_kv_heads, seq_len, head_dim = seq.k.shape
+    plan = plan_near(
+        [seq_len],
+        window_size=window_size,
+        sink_size=sink_size,
+        slice_size=slice_size,
+        pool_size=pool.shape[1],
+        num_q_heads=len(q),
+        num_kv_heads=num_kv_heads,
+    )
+    num_near = plan.slices.shape[1]
+    slices = torch.cat((pool.clamp(min=0), plan.slices.expand(len(pool), -1)), 1)
+    key_rows = (bases[slices].expand(num_kv_heads, -1) + rows.head_offsets.view(-1, 1)).unsqueeze(0)
+    masked = torch.cat((mask_rows(pool, num_near), torch.arange(num_near).expand(len(pool), -1)), 1).unsqueeze(0)
+    out, places = sparse_decode(q.unsqueeze(0), rows, key_rows, masked, plan, top_k, head_dim**-0.5)
+    return out[0], pool if places is None else pool.gather(1, places[0])
 
 
 def reference(q, k, v, pool, *, top_k, slice_size=64, sink_size=32, window_size=512):
