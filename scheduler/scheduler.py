@@ -228,8 +228,8 @@ class Scheduler:
         )
 
     def _admit(self) -> None:
-        """Give slots to waiting sequences, unless one that runs is out of chunks."""
-        if not self._waiting or not self._slots.num_free_slots or any(s.is_stalled for s in self._running.values()):
+        """Give slots to waiting sequences. None fits while one that runs lacks chunks: its prediction exceeds the pool."""
+        if not self._waiting or not self._slots.num_free_slots:
             return
         now = self._clock()
         queue = sorted(self._waiting.values(), key=lambda s: self._queue_key(s, now))

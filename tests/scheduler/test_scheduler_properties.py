@@ -57,6 +57,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if plan is None:
             return
         assert all(flight.lane != lane for flight in self.flights)
+        elsewhere = {item.request_id: item.is_prefill for flight in self.flights for item in flight.items}
+        for item in plan.items:  # only chunks of one prompt follow each other unseen
+            assert item.is_prefill and elsewhere[item.request_id] if item.request_id in elsewhere else True
         for stage in self.stages:
             stage.run(plan)
         self.flights.append(plan)
@@ -96,6 +99,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.may_differ:
             assert counters.held_chunks == tuple(stage.held for stage in self.stages)
         assert all(0 <= held <= pool for held, pool in zip(counters.held_chunks, counters.pool_chunks, strict=True))
+        preemptions = [s.num_preemptions for s in (*self.scheduler._waiting.values(), *self.scheduler._running.values())]
+        assert max(preemptions, default=0) <= MAX_PREEMPTIONS
         self.take(self.scheduler.take_outputs())
 
     def take(self, outputs: list[RequestOutput]) -> None:
