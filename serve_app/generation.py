@@ -19,6 +19,7 @@ from qsa.scheduler.request import FinishReason, RequestOutput, SamplingParams, T
 from qsa.serve_app.api_types import finite
 
 FIRST_WORD_S = 2.0  # how long an answer's status waits for the engine to accept or refuse
+CANCEL_AGAIN_S = 0.5
 
 
 class ServingEngine(Protocol):
@@ -221,10 +222,12 @@ class Generation:
 
     async def close(self) -> None:
         """End what still runs. Calling it again does nothing."""
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        pending, self._tasks = set(self._tasks), []
+        while pending:
+            for task in pending:
+                task.cancel()
+            # again after a while: below, somebody's wait_for may swallow a cancellation
+            _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
 
     async def _pump(self, state: SequenceState, accepted: asyncio.Future[None]) -> None:
         try:
