@@ -422,6 +422,21 @@ def test_a_restart_recomputes_what_was_alive_and_drops_late_results():
         assert driver.tokens(request.request_id) == solo_tokens(request)
 
 
+def test_replayed_decodes_wait_for_the_prompt():
+    driver = Driver()
+    driver.scheduler.add(make_request("r", 100, 20))
+    while len(driver.tokens("r")) < 3:
+        driver.step(0)
+    driver.scheduler.restart()
+    driver.stages = [SimulatedStage(stage) for stage in make_stages(100, 100)]
+    prompt = driver.start(0)
+    assert prompt.items[0].end == 100 and prompt.items[0].sampling is None
+    assert driver.start(1) is None, "the tokens are known, but only chunks of a prompt may overlap"
+    driver.finish(prompt)
+    driver.drain()
+    assert driver.tokens("r") == solo_tokens(make_request("r", 100, 20))
+
+
 def test_attended_share_comes_from_all_stages():
     driver = Driver()
     driver.scheduler.add(make_request("r", prompt_len=20, max_tokens=1))
