@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from qsa.settings import parse_setting
 LENGTHS = {"128": 128, "4k": 4096, "8k": 8000}
 BARS = {"prefill_4k": ">= 2.0", "decode_128": ">= 0.5", "decode_8k": ">= 0.5"}
 NUM_STREAMS = 8
+MAX_LOAD = 0.7  # of the last minute, before the start
 
 
 class Child:
@@ -66,12 +68,12 @@ class Child:
         self._process.wait(30)
 
 
-def prompts(config: EngineConfig, repeat: int, num_tokens: int) -> dict[str, list[list[int]]]:
+def prompts(config: EngineConfig, names: list[str], repeat: int) -> dict[str, list[list[int]]]:
     """Real text as token ids, a different beginning for every repetition."""
     tokenizer = open_checkpoint(config.model.path).tokenizer()
     ids = tokenizer.encode(DOCUMENT.read_text(encoding="utf-8"))
     ids = ids * (1 + (max(LENGTHS.values()) + 64 * repeat) // len(ids))
-    return {name: [ids[64 * run : 64 * run + length] for run in range(repeat)] for name, length in LENGTHS.items()}
+    return {name: [ids[64 * run : 64 * run + LENGTHS[name]] for run in range(repeat)] for name in names}
 
 
 async def measure_ours(client: Client, prompt: list[int], num_tokens: int) -> Timings:
@@ -99,7 +101,13 @@ async def compare(
                 if peer is not None and not run % 2:
                     theirs = peer.ask(prompt=prompt, num_tokens=args.tokens)
                 assert ours.first_text_s is not None and ours.decode_ms_per_token is not None
-                row = {"context": name, "prompt_tokens": len(prompt), "run": run, "attended_share": ours.attended_share}
+                row = {
+                    "context": name,
+                    "prompt_tokens": len(prompt),
+                    "run": run,
+                    "load_before": args.load,
+                    "attended_share": ours.attended_share,
+                }
                 row |= {"prefill_s": ours.first_text_s, "decode_ms": ours.decode_ms_per_token}
                 if theirs is not None:
                     row |= {"llamacpp_prefill_s": theirs["prefill_s"], "llamacpp_decode_ms": theirs["decode_ms"]}
@@ -124,12 +132,15 @@ def median(rows: list[dict[str, Any]], context: str, column: str) -> float:
 
 def summarise(rows: list[dict[str, Any]], stage: list[float], streams: float) -> list[Line]:
     """The figures of the summary, from the rows of the CSV."""
-    lines = [Line("model.prefill_4k", 4096 / median(rows, "4k", "prefill_s"), "tokens/s")]
-    lines += [Line(f"model.decode_{name}", 1e3 / median(rows, name, "decode_ms"), "tokens/s") for name in LENGTHS]
+    contexts = list(dict.fromkeys(row["context"] for row in rows))
+    lines = [Line(f"model.decode_{name}", 1e3 / median(rows, name, "decode_ms"), "tokens/s") for name in contexts]
     lines.append(Line(f"model.decode_128_{NUM_STREAMS}_streams", streams, "tokens/s"))
+    if "4k" in contexts:
+        lines.append(Line("model.prefill_4k", LENGTHS["4k"] / median(rows, "4k", "prefill_s"), "tokens/s"))
     if "prefill_ratio" in rows[0]:
-        lines.append(Line("model.prefill_vs_llamacpp", median(rows, "4k", "prefill_ratio"), "ratio", BARS["prefill_4k"]))
-        for name in LENGTHS:
+        if "4k" in contexts:
+            lines.append(Line("model.prefill_vs_llamacpp", median(rows, "4k", "prefill_ratio"), "ratio", BARS["prefill_4k"]))
+        for name in contexts:
             bar = BARS.get(f"decode_{name}")
             lines.append(Line(f"model.decode_{name}_vs_llamacpp", median(rows, name, "decode_ratio"), "ratio", bar))
     in_process = statistics.median(stage)
@@ -156,11 +167,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="generated after each prompt")
     parser.add_argument("--threads", type=int, default=2, help="threads of llama.cpp")
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--context", nargs="+", choices=list(LENGTHS), default=list(LENGTHS), help="128 is always among them")
     parser.add_argument("--dry", action="store_true", help="print, but leave the CSV and the summary as they are")
     args = parser.parse_args()
+    args.context = sorted({"128", *args.context}, key=list(LENGTHS).index)
 
+    args.load = os.getloadavg()[0]
+    if args.load > MAX_LOAD:
+        print(
+            f"the load of this machine is {args.load:.1f}: others compute here too, and ratios will not hold", file=sys.stderr
+        )
     config = load_config(None, dict(parse_setting(text) for text in args.settings))
-    cases = prompts(config, args.repeat, args.tokens)
+    cases = prompts(config, args.context, args.repeat)
     with Child("benchmarks.stage_pace", json.dumps(config.model_dump(mode="json"))) as model:
         stage = [model.ask(prompt=cases["128"][run], num_tokens=args.tokens)["decode_ms"] for run in range(args.repeat)]
     peer = find_peer(config, args.threads)

@@ -152,6 +152,8 @@ class Client:
                             if timings.first_text_s is None:
                                 timings.first_text_s = timings.last_text_s
                         yield item
+        except aiohttp.ClientConnectorError:
+            raise EngineDeadError(f"no server answers at {self._url}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise EngineDeadError(f"the connection to {self._url} failed: {error}") from None
         if timings.finish_reason is None:

@@ -55,6 +55,8 @@ class PrefillBar:
 
     def update(self, progress: Prefill) -> None:
         if self._bar is None or self._task is None:
+            if progress.processed == 0:
+                return
             notes.print(f"reading: {progress.processed} of {progress.total} tokens", markup=False)
             return
         if not self._started:

@@ -6,8 +6,6 @@ import argparse
 import asyncio
 from collections.abc import AsyncIterator
 
-from rich.table import Table
-
 from qsa.client import Client
 from qsa.commands.demo import DOCUMENT
 from qsa.errors import ConfigError
@@ -16,6 +14,8 @@ from qsa.settings import config_from
 from qsa.terminal import console, server_at, working
 
 PROBE_TOKENS = 16
+COLUMNS = ("context", "first token", "prefill", "per token", "decode", "spread", "attended")
+HEADER = "{:>8} {:>12} {:>9} {:>10} {:>9} {:>7} {:>9}"
 
 
 def parse_lengths(text: str) -> list[int]:
@@ -61,10 +61,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--tokens must be at least 2 and --repeat at least 1, got {args.tokens} and {args.repeat}")
     with server_at(args.url, config_from(args)) as url, working("measuring"):
         paces = asyncio.run(_collect(url, args, lengths))
-    table = Table("context", "first token s", "prefill tokens/s", "decode ms/token", "tokens/s", "spread", "attended", box=None)
+    console.print(HEADER.format(*COLUMNS), style="bold")
     for pace in paces:
         attended = "" if pace.attended_share is None else f"{pace.attended_share:.0%}"
-        figures = (f"{pace.first_token_s:.3f}", f"{pace.prefill_tokens_per_s:.0f}", f"{pace.decode_ms:.2f}")
-        table.add_row(str(pace.prompt_tokens), *figures, f"{pace.decode_tokens_per_s:.1f}", f"{pace.spread:.0%}", attended)
-    console.print(table)
+        figures = (f"{pace.first_token_s:.3f} s", f"{pace.prefill_tokens_per_s:.0f}/s", f"{pace.decode_ms:.2f} ms")
+        row = (pace.prompt_tokens, *figures, f"{pace.decode_tokens_per_s:.1f}/s", f"{pace.spread:.0%}", attended)
+        console.print(HEADER.format(*row), markup=False)
     return 0
