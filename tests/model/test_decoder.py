@@ -121,18 +121,18 @@ def test_packed_logits_are_near_the_dequantised_ones(packed_stages, recorded, fl
     assert mean_kl(float_logits[1:], prefill[:-1]) > 1, "rows that belong to other tokens must not pass"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_stages_of_the_default_model_equal_one(dtype, default_model, float_stages, packed_stages, recorded):
+@pytest.mark.parametrize(("dtype", "sparse_id"), [("float32", DENSE_ID), ("bfloat16", DENSE_ID), ("bfloat16", SMALL_ID)])
+def test_two_stages_of_the_default_model_equal_one(dtype, sparse_id, default_model, float_stages, packed_stages, recorded):
     one = float_stages if dtype == "float32" else packed_stages
     two = Stages(default_model, [13], dtype=dtype, max_model_len=512)
     ids = recorded["input_ids"].tolist()
+    first = [stages.prefill(0, ids[:200], chunk=128, sparse_id=sparse_id) for stages in (one, two)]
+    assert torch.equal(*first)
     for stages in (one, two):
-        stages.prefill(1, ids[:150], chunk=64)
-    assert torch.equal(one.prefill(0, ids[:200], chunk=128), two.prefill(0, ids[:200], chunk=128))
+        stages.prefill(1, ids[:150], chunk=64, sparse_id=sparse_id)
     for step in range(3):
-        tokens = ids[200 + step], ids[150 + step]
-        lengths = 200 + step, 150 + step
-        assert torch.equal(one.decode([0, 1], lengths, tokens), two.decode([0, 1], lengths, tokens))
+        tokens, lengths = (ids[200 + step], ids[150 + step]), (200 + step, 150 + step)
+        assert torch.equal(*(stages.decode([0, 1], lengths, tokens, sparse_id) for stages in (one, two)))
     two.close()
 
 
