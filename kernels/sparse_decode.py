@@ -19,8 +19,6 @@ from qsa.kernels.float_scores import float_scores
 from qsa.kernels.paged_rows import SliceRows
 from qsa.kernels.registry import Operator, register
 
-TINY = 1e-37  # what a head's shares are divided by at least: when the window drowns the pool they are 0, not NaN
-
 
 @dataclass(frozen=True)
 class NearPlan:
@@ -129,8 +127,8 @@ def sparse_decode(
     places = None
     value_rows = key_rows
     if pool_size > top_k:
-        mass = weights.view(batch, num_kv_heads, group, num_slices, size).sum(-1)[..., :pool_size]
-        share = (mass / mass.sum(-1, keepdim=True).clamp_(min=TINY)).sum(2)  # [batch, num_kv_heads, pool_size]
+        # a head's say in the choice is the mass it has in the pool: one that looks at its window does not outvote the others
+        share = weights.view(batch, num_kv_heads, group, num_slices, size)[..., :pool_size, :].sum((2, 4))
         if heads < num_kv_heads:
             share = share.sum(1, keepdim=True)
         if has_padding:  # behind any real slice, also one whose share is 0

@@ -20,7 +20,9 @@ def rerank_ref(
     sink_size: int,
     window_start: int,
 ) -> list[int]:
-    """The `top_k` slices of `pool` with the largest share, by exact keys, for the heads that share a list.
+    """The `top_k` slices of `pool` with the largest attention mass, by exact keys, for the heads that share a list.
+
+    A head's mass is taken over pool, sink and window together, so that heads that look far have the larger say.
 
     Args:
         q: [heads, group, head_dim], the KV heads that share the list
@@ -31,7 +33,9 @@ def rerank_ref(
         tokens = far_tokens(index, slice_size, sink_size, window_start)
         logits = torch.einsum("hgd,htd->hgt", q, k[:, tokens]) * sm_scale
         scores.append(torch.logsumexp(logits, -1))
-    share = torch.softmax(torch.stack(scores, -1), -1).sum((0, 1))
+    near = [*range(min(sink_size, window_start)), *range(window_start, k.shape[1])]
+    scores.append(torch.logsumexp(torch.einsum("hgd,htd->hgt", q, k[:, near]) * sm_scale, -1))
+    share = torch.softmax(torch.stack(scores, -1), -1)[..., :-1].sum((0, 1))
     return sorted(pool[i] for i in share.argsort(descending=True)[:top_k].tolist())
 
 
