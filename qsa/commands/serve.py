@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 
 from qsa.serve_app.run import serve_blocking
@@ -14,6 +15,8 @@ def run(args: argparse.Namespace) -> int:
     server = config.server
 
     def on_ready() -> None:
+        # Ray has put a handler of its own before ours, which prints a stack when the server is asked to stop
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         url = f"http://{server.host}:{server.port}"
         print(
             f"serving {config.model.name or config.model.path} on {url} (OpenAI base URL {url}/v1); Ctrl-C stops",
