@@ -18,7 +18,7 @@ RUN apt-get update \
 WORKDIR /home/ray/qsa
 
 # what changes rarely comes first, so that a new commit does not install everything again
-COPY pyproject.toml constraints.txt README.md ./
+COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY qsa/__init__.py qsa/__init__.py
 RUN pip install --no-cache-dir -c constraints.txt . \
     && pip uninstall --yes qsa \
