@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 from typing import Any
 
@@ -47,6 +48,7 @@ class EngineReplica:
         Raises:
             QSAError: the engine cannot start. Nothing of it is left.
         """
+        _bind_to_own_address()
         config = EngineConfig.model_validate(settings)
         context = serve.get_replica_context()
         name = f"{context.app_name}/{context.replica_tag}"
@@ -76,6 +78,22 @@ class EngineReplica:
         with contextlib.suppress(AttributeError):  # the constructor failed
             self._watch.cancel()
             self._engine.close()
+
+
+def _bind_to_own_address() -> None:
+    """Keep this replica's gRPC server, by which Serve's replicas may call each other, on the address Ray knows the node by.
+
+    Serve binds it to every interface, has no setting for that, and the server unpickles what it receives. It is started
+    after the constructor, in this process.
+    """
+    replica_module: Any = importlib.import_module("ray.serve._private.replica")  # loaded in replicas only
+    bind = getattr(replica_module, "add_port_to_grpc_server", None)
+    if bind is None:
+        logger.warning("this version of Ray Serve binds its replicas' gRPC server in a way QSA does not know")
+        return
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    host = f"[{address}]" if ":" in address else address
+    replica_module.add_port_to_grpc_server = lambda server, where: bind(server, where.replace("[::]", host))
 
 
 def _is_stopping() -> bool:
