@@ -44,6 +44,6 @@ class SliceRows:
         if self.parts > 1:
             flat_rows = (rows.unsqueeze(-1) + self._parts).view(-1)
         else:
-            flat_rows = rows.view(-1)
+            flat_rows = rows.reshape(-1)
         gathered = self.flat.index_select(0, flat_rows)
         return gathered.view(*rows.shape[:-1], rows.shape[-1] * self.slice_size, self.head_dim)

@@ -29,7 +29,7 @@ class NearPlan:
         mask:         float32 [rows, slice_size], 0 or -inf: for each sequence one row a near slice, one of -inf (what a
                       padded place of the pool shows), then one a slice of the sequence.
         mask_offsets: int64 [batch, 1, 1], first row of each sequence.
-        places:       int64 [num_near], pool_size + 0, 1, ...: where near slices stand behind a pool.
+        places:       int64 [num_near], 0, 1, ...: where the near slices stand, in front of a pool.
         heads:        int64 [batch, num_kv_heads, group, 1], first row of a head's probabilities, in slices.
     """
 
@@ -78,7 +78,7 @@ def plan_near(
         torch.tensor(slices),
         torch.cat(masks) if len(masks) > 1 else masks[0],
         torch.tensor(offsets).view(-1, 1, 1),
-        pool_size + torch.arange(num_near),
+        torch.arange(num_near),
         heads.view(len(seq_lens), num_kv_heads, num_q_heads // num_kv_heads, 1),
     )
 
@@ -102,9 +102,9 @@ def sparse_decode(
 
     Args:
         q:           [batch, num_q_heads, head_dim]
-        key_rows:    int64 [batch, num_kv_heads, pool_size + num_near], rows of K of the pool's slices, then of the near
-                     ones; any written slice's where the pool is padded.
-        masked:      int64 [batch, num_kv_heads or 1, pool_size + num_near], rows of plan.mask of the same slices.
+        key_rows:    int64 [batch, num_kv_heads, num_near + pool_size], rows of K of the near slices, then of the pool's;
+                     any written slice's where the pool is padded.
+        masked:      int64 [batch, num_kv_heads or 1, num_near + pool_size], rows of plan.mask of the same slices.
         top_k:       slices to choose from the pool; when the pool holds no more, all of it is attended.
         has_padding: whether a pool may be padded, at its end.
 
@@ -120,21 +120,21 @@ def sparse_decode(
 
     keys = rows.gather(key_rows).view(lists, num_slices * size, head_dim)
     scores = float_scores(grouped, keys).view(batch, num_kv_heads, group, -1)
-    mask = plan.mask.index_select(0, masked.view(-1)).view(batch, heads, 1, -1)
+    mask = plan.mask.index_select(0, masked.reshape(-1)).view(batch, heads, 1, -1)
     weights = torch.softmax(torch.add(mask, scores, alpha=sm_scale), -1)
 
-    pool_size = num_slices - len(plan.places)
+    num_near = len(plan.places)
     places = None
     value_rows = key_rows
-    if pool_size > top_k:
+    if num_slices - num_near > top_k:
         # a head's say in the choice is the mass it has in the pool: one that looks at its window does not outvote the others
-        share = weights.view(batch, num_kv_heads, group, num_slices, size)[..., :pool_size, :].sum((2, 4))
+        share = weights.view(batch, num_kv_heads, group, num_slices, size)[..., num_near:, :].sum((2, 4))
         if heads < num_kv_heads:
             share = share.sum(1, keepdim=True)
         if has_padding:  # behind any real slice, also one whose share is 0
-            share = share.masked_fill(masked[..., :pool_size] == plan.mask_offsets + len(plan.places), -1.0)
+            share = share.masked_fill(masked[..., num_near:] == plan.mask_offsets + num_near, -1.0)
         places = share.topk(top_k, -1, sorted=False).indices.sort(-1).values  # [batch, heads, top_k]
-        kept = torch.cat((places, plan.places.expand(batch, heads, -1)), -1)
+        kept = torch.cat((plan.places.expand(batch, heads, -1), places + num_near), -1)
         value_rows = key_rows.gather(-1, kept.expand(batch, num_kv_heads, -1))
         kept_rows = (kept.unsqueeze(2) + plan.heads).view(-1)
         weights = weights.view(-1, size).index_select(0, kept_rows).view(lists, group, -1)

@@ -178,10 +178,10 @@ class StageAttention:
                 self._scan(local, q[row], method, slots[row], group.seq_lens[row])
         if len(slots) == 1:
             index = slice(slots[0], slots[0] + 1)
-            key_rows, masked = state.key_rows[local, index], state.masked[local, index]
+            key_rows, masked = state.key_rows[local, index, :, : group.width], state.masked[local, index, :, : group.width]
         else:
-            key_rows = state.key_rows[local].index_select(0, group.slot_index)
-            masked = state.masked[local].index_select(0, group.slot_index) + group.near.mask_offsets
+            key_rows = state.key_rows[local, :, :, : group.width].index_select(0, group.slot_index)
+            masked = state.masked[local, :, :, : group.width].index_select(0, group.slot_index) + group.near.mask_offsets
         top_k = method.config.top_k_fine
         out, places = sparse_decode(
             q, method.rows, key_rows, masked, group.near, top_k, self.sm_scale, has_padding=group.has_padding
@@ -194,13 +194,14 @@ class StageAttention:
         """Set what is known before the layers run: the near slices of every slot, and pools that hold every candidate."""
         method = self._methods[group.sparse_id]
         state = method.state
-        state.key_rows[:, group.slots, :, state.pool_size :] = group.near_rows
+        near = state.num_near
+        state.key_rows[:, group.slots, :, :near] = group.near_rows
         for slot, count in group.all_slots:
-            state.masked[:, slot, :, :count] = mask_rows(torch.arange(count), state.num_near)
-            state.masked[:, slot, :, count : state.pool_size] = state.num_near
+            state.masked[:, slot, :, near : near + count] = mask_rows(torch.arange(count), near)
+            state.masked[:, slot, :, near + count :] = near
             bases = method.table[:, slot, None, :count] + method.rows.head_offsets.view(-1, 1)
-            state.key_rows[:, slot, :, :count] = bases
-            state.key_rows[:, slot, :, count : state.pool_size] = bases[:, :, :1]
+            state.key_rows[:, slot, :, near : near + count] = bases
+            state.key_rows[:, slot, :, near + count :] = bases[:, :, :1]
 
     def _scan(self, local: int, q: torch.Tensor, method: _Method, slot: int, seq_len: int) -> None:
         """Fill the slot's pool from the summaries of its whole context."""
@@ -219,11 +220,11 @@ class StageAttention:
             top_k_coarse=config.top_k_coarse,
             slices_per_block=method.slices_per_block,
         )
-        torch.add(pool[0], state.num_near + 1, out=state.masked[local, slot, :, : state.pool_size])
+        torch.add(pool[0], state.num_near + 1, out=state.masked[local, slot, :, state.num_near :])
         if config.propose == "blocks":
             pool = pool.clamp(min=0)
         bases = method.table[local, slot].take(pool[0])
-        torch.add(bases, method.rows.head_offsets.view(-1, 1), out=state.key_rows[local, slot, :, : state.pool_size])
+        torch.add(bases, method.rows.head_offsets.view(-1, 1), out=state.key_rows[local, slot, :, state.num_near :])
         if edge is not None:
             state.edges[local, slot] = edge[0]
 

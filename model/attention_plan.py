@@ -17,6 +17,7 @@ from qsa.memory.layout import SummaryLayout, cdiv
 from qsa.model.batch import Segment
 from qsa.model.selection import pool_size
 
+MAX_ROWS = 4  # decode rows that select together: the keys of more do not stay in the cache
 SAMPLE_EVERY = 4  # in prefill every fourth query of a tile takes part in choosing its list
 
 
@@ -44,12 +45,13 @@ class DenseRow:
 
 @dataclass(frozen=True)
 class SparseRows:
-    """Decode rows that select, all under one configuration.
+    """Decode rows that select, all under one configuration and from pools of one width.
 
     Attributes:
         rows:        their places among the step's rows.
         index:       the same as a tensor, None when they are all of the step's rows.
         slot_index:  the rows' slots as a tensor.
+        width:       near slices and pool together.
         is_due:      [num_layers][batch], whether a layer scans for a row in this step.
         near:        the slices near the queries.
         near_rows:   int64 [num_layers, batch, num_kv_heads, num_near], their rows of K.
@@ -64,6 +66,7 @@ class SparseRows:
     slots: list[int]
     slot_index: torch.Tensor
     seq_lens: list[int]
+    width: int
     is_due: list[list[bool]]
     near: NearPlan
     near_rows: torch.Tensor
@@ -187,16 +190,21 @@ class StepPlanner:
 
     def _plan_decode(self, segments: Sequence[Segment]) -> tuple[tuple[DenseRow, ...], tuple[SparseRows, ...]]:
         dense = []
-        selecting: dict[int, list[int]] = {}
+        selecting: dict[tuple[int, int], list[int]] = {}  # by configuration and width of the pool
         for row, segment in enumerate(segments):
             config = self._sparse.get(segment.sparse_id)
             if config is None or num_candidates(config, segment.end) <= config.top_k_fine:
                 dense.append(DenseRow(row, segment.slot, segment.end))
             else:
-                selecting.setdefault(segment.sparse_id, []).append(row)
-        return tuple(dense), tuple(self._plan_rows(number, rows, segments) for number, rows in selecting.items())
+                selecting.setdefault((segment.sparse_id, pool_width(config, segment.end)), []).append(row)
+        groups = [
+            self._plan_rows(number, width, rows[first : first + MAX_ROWS], segments)
+            for (number, width), rows in selecting.items()
+            for first in range(0, len(rows), MAX_ROWS)
+        ]
+        return tuple(dense), tuple(groups)
 
-    def _plan_rows(self, sparse_id: int, rows: list[int], segments: Sequence[Segment]) -> SparseRows:
+    def _plan_rows(self, sparse_id: int, width: int, rows: list[int], segments: Sequence[Segment]) -> SparseRows:
         config, kv = self._sparse[sparse_id], self.cache.kv
         size, proposed = config.block_size_fine, pool_size(config)
         slots, seq_lens = [segments[row].slot for row in rows], [segments[row].end for row in rows]
@@ -206,7 +214,7 @@ class StepPlanner:
             window_size=config.window_size,
             sink_size=config.sink_size,
             slice_size=size,
-            pool_size=proposed,
+            pool_size=width,
             num_q_heads=self._num_q_heads,
             num_kv_heads=kv.num_kv_heads,
         )
@@ -220,9 +228,12 @@ class StepPlanner:
         for slot, step, every in zip(slots, steps, takes_all):
             self._scanned[slot] = step if every else step + 1
         all_slots = [(slot, count) for slot, count, every in zip(slots, candidates, takes_all) if every]
-        has_padding = config.propose == "blocks" or any(count < proposed for count in candidates)
+        has_padding = config.propose == "blocks" or any(count < width for count in candidates)
+        num_read = near.slices.shape[1] + width
         index = None if len(rows) == len(segments) else torch.tensor(rows)
-        return SparseRows(sparse_id, rows, index, slots, slot_index, seq_lens, is_due, near, near_rows, all_slots, has_padding)
+        return SparseRows(
+            sparse_id, rows, index, slots, slot_index, seq_lens, num_read, is_due, near, near_rows, all_slots, has_padding
+        )
 
     def _plan_prefill(self, segment: Segment) -> PrefillPlan:
         config = self._sparse.get(segment.sparse_id)
@@ -251,3 +262,12 @@ class StepPlanner:
 def num_candidates(config: SparseConfig, seq_len: int) -> int:
     """Slices that begin before the window of a decode query with `seq_len` tokens of context, its own included."""
     return cdiv(max(0, seq_len - config.window_size), config.block_size_fine)
+
+
+def pool_width(config: SparseConfig, seq_len: int) -> int:
+    """Places of a pool that are read: all, or while there are fewer candidates than that, these rounded up.
+
+    It depends on the sequence alone, so that a row has the same shapes in any company.
+    """
+    rounded = cdiv(num_candidates(config, seq_len), config.top_k_fine) * config.top_k_fine
+    return min(pool_size(config), rounded)

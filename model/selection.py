@@ -36,9 +36,9 @@ class SelectionState:
     A scan replaces a pool; between scans the lists are chosen from it. The tensors' sizes do not depend on the context.
 
     Attributes:
-        masked:   int64 [num_layers, max_sequences, lists, pool_size + num_near], the pool, then the near slices, as rows
+        masked:   int64 [num_layers, max_sequences, lists, num_near + pool_size], the near slices, then the pool, as rows
                   of a step's mask (mask_rows of qsa.kernels.sparse_decode).
-        key_rows: int64 [num_layers, max_sequences, num_kv_heads, pool_size + num_near], rows of K of the same slices.
+        key_rows: int64 [num_layers, max_sequences, num_kv_heads, num_near + pool_size], rows of K of the same slices.
         chosen:   int64 [num_layers, max_sequences, lists, top_k_fine], the latest lists.
         edges:    float32 [num_layers, max_sequences, lists, 2], shares of the last proposed and the first dropped slice.
     """
@@ -47,22 +47,22 @@ class SelectionState:
         lists = num_kv_heads if config.list_per == "kv_head" else 1
         self.pool_size = pool_size(config)
         self.num_near = num_near_slices(config.window_size, config.block_size_fine)
-        shape, width = (num_layers, max_sequences), self.pool_size + self.num_near
+        shape, width = (num_layers, max_sequences), self.num_near + self.pool_size
         self.masked = torch.zeros((*shape, lists, width), dtype=torch.int64)
-        self.masked[..., self.pool_size :] = torch.arange(self.num_near)
+        self.masked[..., : self.num_near] = torch.arange(self.num_near)
         self.key_rows = torch.zeros((*shape, num_kv_heads, width), dtype=torch.int64)
         self.chosen = torch.zeros((*shape, lists, config.top_k_fine), dtype=torch.int64)
         self.edges = torch.zeros((*shape, lists, 2))
 
     def reset(self, slot: int) -> None:
         """Forget the slot's pools and lists."""
-        self.masked[:, slot, :, : self.pool_size] = self.num_near
+        self.masked[:, slot, :, self.num_near :] = self.num_near
         self.chosen[:, slot] = -1
         self.edges[:, slot] = 0.0
 
     def pools(self, slots: torch.Tensor) -> torch.Tensor:
         """Proposed slices int64 [num_layers, len(slots), lists, pool_size], padded with -1."""
-        return self.masked[:, slots, :, : self.pool_size] - (self.num_near + 1)
+        return self.masked[:, slots, :, self.num_near :] - (self.num_near + 1)
 
 
 def pool_size(config: SparseConfig) -> int:

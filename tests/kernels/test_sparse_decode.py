@@ -34,9 +34,9 @@ def run(q, seq, pool, *, top_k, slice_size=64, sink_size=32, window_size=512):
         num_kv_heads=num_kv_heads,
     )
     num_near = plan.slices.shape[1]
-    slices = torch.cat((pool.clamp(min=0), plan.slices.expand(len(pool), -1)), 1)
+    slices = torch.cat((plan.slices.expand(len(pool), -1), pool.clamp(min=0)), 1)
     key_rows = (bases[slices].expand(num_kv_heads, -1) + rows.head_offsets.view(-1, 1)).unsqueeze(0)
-    masked = torch.cat((mask_rows(pool, num_near), torch.arange(num_near).expand(len(pool), -1)), 1).unsqueeze(0)
+    masked = torch.cat((torch.arange(num_near).expand(len(pool), -1), mask_rows(pool, num_near)), 1).unsqueeze(0)
     out, places = sparse_decode(q.unsqueeze(0), rows, key_rows, masked, plan, top_k, head_dim**-0.5)
     return out[0], pool if places is None else pool.gather(1, places[0])
 
