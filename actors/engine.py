@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 import ray
+from ray.exceptions import GetTimeoutError
 
 from qsa.actors.output_poller import OutputPoller
 from qsa.actors.placement import EngineActors, plan_engine, start_actors
@@ -182,7 +183,11 @@ class Engine:
         self.close()
 
     def _poll(self) -> list[RequestOutput]:
-        outputs: list[RequestOutput] = ray.get(self._scheduler.poll.remote(self._client_id), timeout=POLL_S + 5)
+        call = self._scheduler.poll.remote(self._client_id)
+        try:
+            outputs: list[RequestOutput] = ray.get(call, timeout=POLL_S + 4)
+        except GetTimeoutError:  # perhaps the whole machine stood still; then the answer is here in a moment
+            outputs = ray.get(call, timeout=2)
         return outputs
 
     async def _ask(self, call: Any) -> Any:

@@ -7,6 +7,7 @@ every output in advance. What a prompt may hold:
     NAN       the logits of this row are NaN on the last stage
     RAISE_0   the first stage raises when it computes this token; RAISE_LAST: the last one
     SLOW      the first stage takes SLOW_S for a step with this token; CRAWL: CRAWL_S
+    DRAG      followed by itself for ever, DRAG_S a step: a request that does not end soon
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from typing import Any
 import torch
 
 from qsa.actors.stage import StageActor, StageSpec
-from qsa.errors import BudgetError, CheckpointError
+from qsa.errors import CheckpointError
 from qsa.memory.kv_cache import KVCache
 from qsa.memory.layout import KVLayout, SummaryLayout
 from qsa.model.batch import Segment
 
 VOCAB_SIZE = 49152  # the default model's, whose headers the tests start with
-NAN, RAISE_0, RAISE_LAST, SLOW, CRAWL = 901, 902, 903, 904, 905
-SLOW_S, CRAWL_S = 0.1, 2.0
+NAN, RAISE_0, RAISE_LAST, SLOW, CRAWL, DRAG = 901, 902, 903, 904, 905, 906
+SLOW_S, CRAWL_S, DRAG_S = 0.1, 2.0, 0.005
 HIDDEN_SIZE = 4
 KV = KVLayout(num_kv_heads=2, head_dim=256, element_bytes=2)  # 512 tokens a page
 SUMMARY = SummaryLayout(slice_size=64, slice_bytes=4096)
@@ -36,7 +37,7 @@ SUMMARY = SummaryLayout(slice_size=64, slice_bytes=4096)
 
 def next_token(token: int, position: int) -> int:
     """The token after `token` at `position`: ordinary, and different for every place."""
-    return 1000 + (token * 7 + position) % 40000
+    return DRAG if token == DRAG else 1000 + (token * 7 + position) % 40000
 
 
 def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
@@ -110,7 +111,9 @@ class ScriptedModel:
             hidden[:, 0], hidden[:, 1] = token_ids, positions
             if (token_ids == RAISE_0).any():
                 raise RuntimeError("scripted failure of the first stage")
-            time.sleep(SLOW_S * bool((token_ids == SLOW).any()) + CRAWL_S * bool((token_ids == CRAWL).any()))
+            for token, seconds in ((SLOW, SLOW_S), (CRAWL, CRAWL_S), (DRAG, DRAG_S)):
+                if (token_ids == token).any():
+                    time.sleep(seconds)
         assert hidden is not None and len(hidden) == sum(s.extend_len for s in segments)
         if not self.is_last:
             return hidden
@@ -136,10 +139,6 @@ def build_failing(spec: StageSpec) -> ScriptedModel:
     if spec.is_last:
         raise CheckpointError("model.gguf: tensor blk.7.attn_q.weight is truncated")
     return ScriptedModel(spec)
-
-
-def build_without_memory(spec: StageSpec) -> ScriptedModel:
-    raise BudgetError(f"stage {spec.stage} needs 900 GiB")
 
 
 class _LocalMethod:

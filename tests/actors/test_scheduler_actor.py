@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from scripted_stage import CRAWL, CRAWL_S, NAN, RAISE_0, RAISE_LAST, SLOW, VOCAB_SIZE, LocalStage, expected_tokens
+from scripted_stage import CRAWL, CRAWL_S, DRAG, NAN, RAISE_0, RAISE_LAST, SLOW, VOCAB_SIZE, LocalStage, expected_tokens
 
 from qsa.actors.scheduler_actor import SchedulerActor, SchedulerSpec
 from qsa.actors.stage import StageSpec
@@ -175,7 +175,7 @@ def test_a_step_that_raises_ends_its_requests_and_the_next_ones_work(trouble):
 
 def test_abort_frees_every_stage_within_two_steps():
     async def scenario(h):
-        await h.submit("long", [81], max_tokens=4000)
+        await h.submit("long", [DRAG], max_tokens=4000)
         await h.until(lambda: len(h.tokens.get("long", ())) > 20)
         steps = (await h.actor.stats()).scheduler.steps
         await h.actor.abort("long")
@@ -214,7 +214,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back():
 
 def test_requests_of_a_client_that_stopped_polling_are_aborted():
     async def scenario(h):
-        await h.submit("lost", [91], max_tokens=4000, client="gone")
+        await h.submit("lost", [DRAG], max_tokens=4000, client="gone")
         await h.submit("kept", [92], max_tokens=400)
         await asyncio.sleep(1.0)
         assert await h.actor.poll("gone")  # it has come back in time: nothing happens
@@ -241,7 +241,7 @@ def test_an_idle_scheduler_costs_no_cpu():
 
 def test_a_stage_that_stops_answering_turns_health_red_and_then_ends_every_request():
     async def scenario(h):
-        await h.submit("open", [SLOW, 94], max_tokens=4000)
+        await h.submit("open", [DRAG], max_tokens=4000)
         assert (await h.actor.health()).ok
         silent = asyncio.Event()
         h.actor._watchdog._pings = [lambda: silent.wait() for _ in h.stages]
