@@ -49,7 +49,9 @@ def continuation(name: str, token_ids: Sequence[int], length: int, num_scored: i
     if len(token_ids) < length + 1:
         raise ValueError(f"{name} has {len(token_ids)} tokens, wanted {length + 1}")
     start = length - num_scored
-    return Document(name, tuple(token_ids[:start]), (Probe(tuple(token_ids[start : length + 1]), tuple(range(1, num_scored + 1))),))
+    return Document(
+        name, tuple(token_ids[:start]), (Probe(tuple(token_ids[start : length + 1]), tuple(range(1, num_scored + 1))),)
+    )
 
 
 def lookup(name: str, filler: Sequence[int], length: int, num_keys: int, encode: Encode, seed: int) -> Document:
