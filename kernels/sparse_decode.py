@@ -30,7 +30,7 @@ class NearPlan:
                       padded place of the pool shows), then one a slice of the sequence.
         mask_offsets: int64 [batch, 1, 1], first row of each sequence.
         places:       int64 [num_near], 0, 1, ...: where the near slices stand, in front of a pool.
-        heads:        int64 [batch, num_kv_heads, group, 1], first row of a head's probabilities, in slices.
+        heads:        int64 [batch, num_kv_heads, group, 1], first row of a head's logits, in slices.
     """
 
     slices: torch.Tensor
@@ -121,7 +121,8 @@ def sparse_decode(
     keys = rows.gather(key_rows).view(lists, num_slices * size, head_dim)
     scores = float_scores(grouped, keys).view(batch, num_kv_heads, group, -1)
     mask = plan.mask.index_select(0, masked.reshape(-1)).view(batch, heads, 1, -1)
-    weights = torch.softmax(torch.add(mask, scores, alpha=sm_scale), -1)
+    logits = torch.add(mask, scores, alpha=sm_scale)
+    weights = torch.softmax(logits, -1)
 
     num_near = len(plan.places)
     places = None
@@ -137,8 +138,8 @@ def sparse_decode(
         kept = torch.cat((plan.places.expand(batch, heads, -1), places + num_near), -1)
         value_rows = key_rows.gather(-1, kept.expand(batch, num_kv_heads, -1))
         kept_rows = (kept.unsqueeze(2) + plan.heads).view(-1)
-        weights = weights.view(-1, size).index_select(0, kept_rows).view(lists, group, -1)
-        weights = weights / weights.sum(-1, keepdim=True)
+        # from logits: what is left of a head that was outvoted may be 0 as a share of its whole mass
+        weights = torch.softmax(logits.view(-1, size).index_select(0, kept_rows).view(lists, group, -1), -1)
     values = rows.gather(value_rows + rows.value_offset).view(lists, -1, head_dim)
     out = torch.bmm(weights.view(lists, group, -1).to(q.dtype), values)
     return out.view(batch, num_q_heads, head_dim), places

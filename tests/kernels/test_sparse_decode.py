@@ -150,3 +150,24 @@ def test_nearly_tied_slices_need_float32():
     for narrow in (torch.float16, torch.bfloat16):
         logits = (q.to(narrow) @ seq.k[0, :1024].to(narrow).T).view(16, 64)
         assert sorted(torch.logsumexp(logits.float(), -1).argsort(descending=True, stable=True)[:4].tolist()) != best
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_outvoted_head_attends_to_what_was_chosen(dtype):
+    """One head has all its mass, 200 nats above the rest, in a slice that three others leave out: no 0 / 0."""
+    torch.manual_seed(0)
+    seq = make_sequence(1300, 1, 64, dtype)
+    for slice_index, channel in ((5, 0), (7, 1)):
+        keys = torch.zeros(64, 64).to(dtype)
+        keys[:, channel] = 40.0
+        tokens = slice(slice_index * 64, (slice_index + 1) * 64)
+        seq.k[0, tokens] = seq.pages[seq.chunks[0], 0, 0, tokens] = keys
+    q = torch.zeros(4, 64).to(dtype)
+    q[0, 0], q[1:, 1] = 40.0, 40.0
+
+    pool = torch.tensor([[2, 5, 7]])
+    got, chosen = run(q, seq, pool, top_k=1)
+
+    assert chosen.tolist() == [[7]]
+    oracle, _, _ = reference(q.double(), seq.k.double(), seq.v.double(), pool, top_k=1)
+    assert_matches_oracle("out", got, oracle, reference(q, seq.k, seq.v, chosen, top_k=1)[0])
