@@ -116,6 +116,14 @@ class StageAttention:
         if sparse_id in self._methods:
             self._methods[sparse_id].state.reset(slot)
 
+    def forget(self, slot: int) -> None:
+        """Forget what selection remembers of an open slot: its next decode step scans, as a request's first one does."""
+        self._count()
+        self._figures.pop(slot, None)
+        self._planner.forget(slot)
+        for method in self._methods.values():
+            method.state.reset(slot)
+
     def release(self, slot: int) -> None:
         """Give the slot's memory back. Releasing a free slot does nothing."""
         self.cache.release(slot)
@@ -151,12 +159,8 @@ class StageAttention:
         Returns:
             [num_tokens, num_q_heads * head_dim]
         """
+        self.write(layer, k, v, step)
         local = layer - self.first_layer
-        kv_write(k, v, self._planner.token_rows, step.write_rows[local])
-        for update in step.updates:
-            method = self._methods[update.sparse_id]
-            keys = method.rows.gather(update.key_rows[local]).unflatten(1, (-1, method.config.block_size_fine))
-            method.summary.update(local, self.cache.pool.buffer, keys, update.chunks[local], update.offsets)
         if step.prefill is not None:
             return self._prefill(local, q, step).reshape(len(q), -1)
         if len(step.sparse) == 1 and step.sparse[0].index is None:
@@ -168,6 +172,15 @@ class StageAttention:
         for group in step.sparse:
             out[group.index] = self._decode(local, q[group.rows], group)
         return out.view(len(q), -1)
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, step: AttentionStep) -> None:
+        """Write the new tokens' K and V, and the summaries of the slices that they complete; part of `forward`."""
+        local = layer - self.first_layer
+        kv_write(k, v, self._planner.token_rows, step.write_rows[local])
+        for update in step.updates:
+            method = self._methods[update.sparse_id]
+            keys = method.rows.gather(update.key_rows[local]).unflatten(1, (-1, method.config.block_size_fine))
+            method.summary.update(local, self.cache.pool.buffer, keys, update.chunks[local], update.offsets)
 
     def _decode(self, local: int, q: torch.Tensor, group: SparseRows) -> torch.Tensor:
         """Attention of the decode rows of one configuration, [batch, num_q_heads, head_dim]."""
@@ -241,8 +254,13 @@ class StageAttention:
             assert plan.near_rows is not None
             method, tiles, queries = self._methods[segment.sparse_id], plan.tiles, q[plan.dense_end - segment.start :]
             lists = self._tile_lists(local, queries, method, segment.slot, tiles)
+            is_padding = None
+            if method.config.propose == "blocks":  # the best blocks may hold fewer candidates than a list has places
+                padded = lists < 0
+                is_padding, lists = (padded if bool(padded.any()) else None), lists.clamp(min=0)
             list_rows = method.table[local, segment.slot].take(lists) + method.rows.head_offsets.view(-1, 1)
-            parts.append(sparse_prefill(queries, method.rows, list_rows, plan.near_rows[local], tiles, self.sm_scale))
+            near_rows = plan.near_rows[local]
+            parts.append(sparse_prefill(queries, method.rows, list_rows, near_rows, tiles, self.sm_scale, is_padding))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _tile_lists(self, local: int, q: torch.Tensor, method: _Method, slot: int, tiles: TilePlan) -> torch.Tensor:

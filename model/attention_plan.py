@@ -133,6 +133,10 @@ class StepPlanner:
         self._scanned.pop(slot, None)
         self.page_lists[slot] = self.summary_lists[slot] = [[] for _ in range(self.cache.num_layers)]
 
+    def forget(self, slot: int) -> None:
+        """The slot's next decode step counts as its first."""
+        self._scanned.pop(slot, None)
+
     def plan(self, segments: Sequence[Segment]) -> AttentionStep:
         """Make room for the new tokens and plan the step."""
         for segment in segments:
