@@ -100,13 +100,13 @@ def attend_heads(
     Args:
         q:    [num_kv_heads, num_q, head_dim]
         k, v: [num_kv_heads, num_k, head_dim], contiguous in each head
-        mask: [num_q, n], added to the scores of the last n keys
+        mask: [num_kv_heads or 1, num_q, n], added to the scores of the last n keys
         out:  like q, written
     """
     for head in range(len(q)):
         keys = k[head].t()
         scores = torch.addmm(q.new_zeros(1), q[head], keys, beta=0, alpha=sm_scale)
-        scores[:, keys.shape[1] - mask.shape[1] :].add_(mask)
+        scores[:, keys.shape[1] - mask.shape[2] :].add_(mask[head % len(mask)])
         torch.mm(torch.softmax(scores, -1), v[head], out=out[head])
 
 
@@ -148,7 +148,7 @@ def _dense_prefill_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_s
         count = min(PLAIN_QUERIES, num_tokens - first)
         block = q[first : first + count].view(count, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
         block = block.reshape(num_kv_heads, group * count, head_dim)
-        mask = q.new_full((count, count), -torch.inf).triu_(1).repeat(group, 1)
+        mask = q.new_full((count, count), -torch.inf).triu_(1).repeat(1, group, 1)
         attended = torch.empty_like(block)
         keys = past + first + count
         attend_heads(block, k[:, :keys], v[:, :keys], sm_scale, mask, attended)

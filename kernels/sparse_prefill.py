@@ -1,9 +1,9 @@
 """Causal attention of tiles of queries, each tile over its own list of slices, the first slice and its window.
 
 The queries of a tile share a list a KV head. A tile's window begins at a slice boundary, at least `window_size` tokens
-before its first query (itself included), so a list holds whole slices before the window and needs no mask; slice 0 is
-always attended in whole. In bfloat16 both parts are scored together by plain products, in other types by the fused
-operator and merged by their log-sum-exp.
+before its first query (itself included), so a list holds whole slices before the window and needs no mask, except where
+it is padded; slice 0 is always attended in whole. In bfloat16 both parts are scored together by plain products, in other
+types by the fused operator and merged by their log-sum-exp.
 
 Reference: kernels/sparse_prefill_ref.py
 """
@@ -112,13 +112,16 @@ def sparse_prefill(
     near_rows: torch.Tensor,
     plan: TilePlan,
     sm_scale: float,
+    is_padding: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the queries [plan.start, plan.end).
 
     Args:
-        q:         [plan.end - plan.start, num_q_heads, head_dim]
-        list_rows: int64 [num_tiles, num_kv_heads, list_size], rows of K of each tile's slices, none of them slice 0.
-        near_rows: int64 [num_tiles, num_kv_heads, n], rows of K of plan.near_slices.
+        q:          [plan.end - plan.start, num_q_heads, head_dim]
+        list_rows:  int64 [num_tiles, num_kv_heads, list_size], rows of K of each tile's slices, none of them slice 0;
+                    any written slice's where a list is padded.
+        near_rows:  int64 [num_tiles, num_kv_heads, n], rows of K of plan.near_slices.
+        is_padding: bool [num_tiles, num_kv_heads or 1, list_size], where lists are padded; None: nowhere.
 
     Returns:
         [plan.end - plan.start, num_q_heads, head_dim]
@@ -133,12 +136,19 @@ def sparse_prefill(
     tiled = q.view(num_tiles, tile, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
     tiled = tiled.reshape(num_tiles, num_kv_heads, group * tile, head_dim)
     mask = plan.near_mask.repeat(1, 1, group, 1)
+    if is_padding is not None:
+        far_mask = torch.zeros(is_padding.shape, dtype=mask.dtype).masked_fill_(is_padding, -torch.inf)
+        far_mask = far_mask.repeat_interleave(rows.slice_size, -1).unsqueeze(2)
+        heads = far_mask.shape[1]
+        mask = torch.cat((far_mask.expand(-1, -1, mask.shape[2], -1), mask.expand(-1, heads, -1, -1)), -1)
     out = q.new_empty(num_tiles, num_kv_heads, group * tile, head_dim)
     for one in range(num_tiles):  # one at a time: a tile's K and V stay in the cache
         tile_rows = torch.cat((list_rows[one], near_rows[one]), 1)
         k, v = rows.gather(tile_rows), rows.gather(tile_rows + rows.value_offset)
         if q.dtype == torch.bfloat16:
-            attend_heads(tiled[one], k, v, sm_scale, mask[one, 0], out[one])
+            attend_heads(tiled[one], k, v, sm_scale, mask[one], out[one])
+        elif is_padding is not None:
+            out[one] = attend(tiled[one, None], k[None], v[None], sm_scale, mask=mask[one, None])[0][0]
         else:
             cut = list_rows.shape[2] * rows.slice_size
             far, far_lse = attend(tiled[one, None], k[None, :, :cut], v[None, :, :cut], sm_scale)

@@ -28,7 +28,9 @@ def run(q, seq, lists, start, end, tile_size, slice_size, window_size):
     plan = plan_tiles(first, start, end, sample_every=4, dtype=q.dtype, **sizes)
     heads = rows.head_offsets.view(-1, 1)
     near_rows = bases[plan.near_slices].unsqueeze(1) + heads
-    return sparse_prefill(q, rows, bases[lists] + heads, near_rows, plan, q.shape[-1] ** -0.5), plan
+    is_padding = lists < 0 if bool((lists < 0).any()) else None
+    list_rows = bases[lists.clamp(min=0)] + heads
+    return sparse_prefill(q, rows, list_rows, near_rows, plan, q.shape[-1] ** -0.5, is_padding), plan
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -60,6 +62,19 @@ def test_matches_reference(
     got, _ = run(q, seq, lists, start, end, tile_size, slice_size, window_size)
 
     sizes = dict(start=start, tile_size=tile_size, window_size=window_size, slice_size=slice_size, sm_scale=q.shape[-1] ** -0.5)
+    oracle = sparse_prefill_ref(q.double(), seq.k.double(), seq.v.double(), lists, **sizes)
+    assert_matches_oracle("out", got, oracle, sparse_prefill_ref(q, seq.k, seq.v, lists, **sizes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("per_layer", [False, True], ids=["kv_head", "layer"])
+def test_padded_lists_match_the_reference(per_layer, dtype):
+    torch.manual_seed(0)
+    seq = make_sequence(1056, 2, 64, dtype)
+    q = torch.randn(96, 6, 64).to(dtype)
+    lists = torch.tensor([[[2, 5, -1], [3, -1, -1]], [[1, 4, 6], [-1, -1, -1]]])[:, : 1 if per_layer else 2]
+    got, _ = run(q, seq, lists, 960, 1056, 64, 64, 512)
+    sizes = dict(start=960, tile_size=64, window_size=512, slice_size=64, sm_scale=0.125)
     oracle = sparse_prefill_ref(q.double(), seq.k.double(), seq.v.double(), lists, **sizes)
     assert_matches_oracle("out", got, oracle, sparse_prefill_ref(q, seq.k, seq.v, lists, **sizes))
 

@@ -265,6 +265,27 @@ def test_prefill_finds_what_decode_would(summary):
     assert figures.attended < 0.6 * figures.context
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("list_per", ["kv_head", "layer"])
+def test_prefill_with_few_blocks_reads_nothing_else(list_per, dtype):
+    """Two blocks of two slices cannot fill a list of eight: what is left of it attends to nothing, least of all other memory.
+
+    With V one-hot in the slice that a token lies in, the result shows which slices were attended.
+    """
+    config = SparseConfig(**SMALL, summary="mean", propose="blocks", top_k_coarse=2, list_per=list_per)
+    seq = Sequence.random(1024, 11, dtype)
+    seq.v[:] = 0
+    for token in range(1024):
+        seq.v[:, token, :, token // 32] = 1
+    attention = make_attention({1: config}, dtype)
+    attention.open(2, 1)
+    got = run_prompt(attention, 2, seq, 1024, 1)[:, 992:]
+    assert torch.isfinite(got).all()
+    far = (got[..., 1:29] > 0).sum(-1)  # before the tile's window, which begins at token 928, and without slice 0
+    assert ((far > 0) & (far <= 4)).all()
+    torch.testing.assert_close(got.sum(-1), torch.ones_like(got[..., 0]), rtol=0, atol=1e-5 if dtype == torch.float32 else 0.02)
+
+
 def test_prefill_is_dense_until_lists_overflow_and_counts_what_it_attends():
     config = SparseConfig(**SMALL, summary="mean")
     seq = Sequence.random(640, 9, torch.float32)
