@@ -102,7 +102,8 @@ def _plan(parser: argparse.ArgumentParser) -> None:
 def _calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="`default`, a GGUF file, a model folder, or a Hugging Face id")
     parser.add_argument("text", metavar="TEXT", help="a text file of some thousand tokens, of the kind that will be served")
-    parser.add_argument("--output", metavar="FILE", help="where to write (beside the model)")
+    parser.add_argument("--output", metavar="FILE", help="where to write (beside the model, where it is found by itself)")
+    parser.add_argument("--code-dim", type=int, metavar="N", help="bytes a token and layer (an eighth of the key width)")
     parser.add_argument("--tokens", type=int, default=8192, metavar="N", help="tokens of the text to use (8192)")
 
 

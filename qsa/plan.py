@@ -219,8 +219,13 @@ def find_calibration(config: EngineConfig) -> Path | None:
         return Path(config.model.calibration)
     model = resolve_model(config.model.path)
     shipped = Path(__file__).resolve().parent.parent / "model" / "data"
-    candidates = (model.with_name(f"{model.name}.code.safetensors"), shipped / f"{model.name}.code.safetensors")
+    candidates = (calibration_beside(model), shipped / f"{model.name}.code.safetensors")
     return next((path for path in candidates if path.is_file()), None)
+
+
+def calibration_beside(model: Path) -> Path:
+    """Where a model's own calibration lies: beside its file or folder."""
+    return model.with_name(f"{model.name}.code.safetensors")
 
 
 def sparse_configs(config: EngineConfig, calibration: Path | None) -> tuple[dict[int, SparseConfig], int | None]:
