@@ -18,7 +18,7 @@ from qsa.actors.output_poller import OutputPoller
 from qsa.actors.placement import EngineActors, plan_engine, start_actors
 from qsa.actors.ray_errors import engine_error
 from qsa.actors.scheduler_actor import POLL_S
-from qsa.actors.stage import ModelBuilder, build_model
+from qsa.actors.stage_steps import ModelBuilder, build_model
 from qsa.actors.telemetry import EngineStats, Health
 from qsa.config import EngineConfig
 from qsa.errors import EngineDeadError, RequestError

@@ -15,7 +15,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from qsa.actors.scheduler_actor import SchedulerActor, SchedulerSpec
-from qsa.actors.stage import ModelBuilder, StageActor, StageSpec
+from qsa.actors.stage import StageActor
+from qsa.actors.stage_spec import StageSpec
+from qsa.actors.stage_steps import ModelBuilder
 from qsa.config import EngineConfig
 from qsa.errors import ConfigError
 from qsa.model.checkpoint.load import Checkpoint

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from qsa.actors.stage import StageActor, StageSpec
+from qsa.actors.stage import StageActor
+from qsa.actors.stage_spec import StageSpec
 from qsa.errors import CheckpointError
 from qsa.memory.kv_cache import KVCache
 from qsa.memory.layout import KVLayout, SummaryLayout

@@ -11,7 +11,7 @@ import pytest
 from scripted_stage import CRAWL, CRAWL_S, DRAG, NAN, RAISE_0, RAISE_LAST, SLOW, VOCAB_SIZE, LocalStage, expected_tokens
 
 from qsa.actors.scheduler_actor import SchedulerActor, SchedulerSpec
-from qsa.actors.stage import StageSpec
+from qsa.actors.stage_spec import StageSpec
 from qsa.actors.watchdog import DEAD_TICKS, UNHEALTHY_TICKS, Watchdog
 from qsa.errors import EngineDeadError, OverloadedError, RequestError
 from qsa.kernels.registry import SparseConfig

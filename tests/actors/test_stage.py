@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from scripted_stage import NAN, RAISE_LAST, build_scripted, expected_tokens, next_token
 
-from qsa.actors.stage import StageActor, StageSpec
+from qsa.actors.stage import StageActor
+from qsa.actors.stage_spec import StageSpec
 from qsa.actors.transport import HiddenMessage, ObjectStoreTransport
 from qsa.errors import OutOfChunksError
 from qsa.kernels.registry import SparseConfig
@@ -137,3 +141,9 @@ def test_transport_keeps_every_bit_and_owns_what_it_unpacks(dtype, rng):
     assert torch.equal(received, hidden) and received.dtype == dtype
     received.zero_()
     assert torch.equal(transport.unpack(packed), hidden)
+
+
+def test_the_scheduler_process_needs_no_torch():
+    """It imports the scheduler actor, and through the handles it is given, the stage actor."""
+    code = "import sys, qsa.actors.scheduler_actor, qsa.actors.stage; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
