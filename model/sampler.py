@@ -23,7 +23,8 @@ class SampleRow:
 
     Attributes:
         position: position of the token to be chosen, in tokens from the start of the sequence.
-        counts:   generated tokens so far as pairs (token id, count); penalties read it.
+        counts:   generated tokens so far as pairs (token id, count), for penalties. Tokens that only the prompt has stand
+                  there with count 0: the repetition penalty applies to them too, the other two do not.
         logprobs: number of alternatives to report; -1: none at all; 0: only the chosen token's.
     """
 
@@ -68,8 +69,8 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
         logits: float32 [len(rows), vocab_size]; not changed.
 
     Returns:
-        One entry a row. A row with a logit that is NaN or infinite, or with a bias for a token that does not exist, has
-        `error` set; the others are not affected.
+        One entry a row. A row with a logit that is NaN or infinite, with a bias for a token that does not exist, or with
+        biases and penalties that leave nothing to choose from has `error` set; the others are not affected.
     """
     if logits.shape[0] != len(rows):
         raise ValueError(f"logits have {logits.shape[0]} rows, but {len(rows)} are to be sampled")
@@ -88,6 +89,8 @@ def _sample_row(logits: torch.Tensor, row: SampleRow, sum_is_finite: bool, best:
         if not 0 <= token_id < vocab_size:
             return Sampled(error=f"logit_bias names token {token_id}, but the vocabulary has {vocab_size} tokens")
     changed = _change_logits(logits, row) if row.changes_logits else logits
+    if row.changes_logits and not math.isfinite(float(changed.max())):
+        return Sampled(error="biases and penalties leave no token with a finite logit to choose")
     if row.is_greedy:
         token_id = int(changed.argmax()) if row.changes_logits else best
     else:
@@ -104,11 +107,11 @@ def _change_logits(logits: torch.Tensor, row: SampleRow) -> torch.Tensor:
         ids, amounts = zip(*row.logit_bias, strict=True)
         changed.index_add_(0, torch.tensor(ids), torch.tensor(amounts, dtype=changed.dtype))
     if row.counts:
-        ids, counts = zip(*row.counts, strict=True)
-        index, count = torch.tensor(ids), torch.tensor(counts, dtype=changed.dtype)
+        pairs = torch.tensor(row.counts)
+        index, count = pairs[:, 0], pairs[:, 1].to(changed.dtype)
         seen = changed[index]
         seen = torch.where(seen > 0, seen / row.repetition_penalty, seen * row.repetition_penalty)
-        changed[index] = seen - count * row.frequency_penalty - row.presence_penalty
+        changed[index] = seen - count * row.frequency_penalty - (count > 0) * row.presence_penalty
     return changed
 
 

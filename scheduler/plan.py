@@ -22,7 +22,8 @@ class SequenceStep:
         start:     computed_len before the step: position of the first token.
         token_ids: the tokens to compute; its length is extend_len.
         sampling:  set when the step shall sample the token after the last one; None otherwise.
-        counts:    generated tokens so far as pairs (token id, count), only when a penalty needs them.
+        counts:    generated tokens so far as pairs (token id, count), only when a penalty needs them; for a repetition
+                   penalty also the prompt's other tokens, with count 0.
     """
 
     request_id: str

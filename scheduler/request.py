@@ -29,7 +29,8 @@ class SamplingParams:
         ignore_eos:      the model's own end tokens do not end the sequence.
         logit_bias:      pairs of token id and an amount added to its logit.
         logprobs:        number of alternatives to report; -1: none at all; 0: only the chosen token's.
-        repetition_penalty, presence_penalty, frequency_penalty: as in the OpenAI and Hugging Face APIs.
+        presence_penalty, frequency_penalty: of generated tokens, as in OpenAI's API.
+        repetition_penalty: of tokens of the prompt and generated ones, as in Hugging Face's.
     """
 
     temperature: float = 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from qsa.scheduler.growth import HitRate
 from qsa.scheduler.plan import SequenceStep
@@ -101,9 +102,7 @@ class SequenceState:
         else:
             token_ids = (self.generated[start - self.prompt_len],)
         sampling = self.request.sampling if end == self.seq_len else None
-        counts: tuple[tuple[int, int], ...] = ()
-        if sampling is not None and self._has_penalty:
-            counts = tuple(sorted(Counter(self.generated).items()))
+        counts = self._counts() if sampling is not None else ()
         return SequenceStep(self.request_id, self.slot, start, token_ids, self.is_prefill, sampling, counts)
 
     def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
@@ -133,7 +132,15 @@ class SequenceState:
         self.held = ()
         self.must_replay = True
 
-    @property
-    def _has_penalty(self) -> bool:
+    def _counts(self) -> tuple[tuple[int, int], ...]:
+        """What the request's penalties need to know of the text so far: see `SequenceStep.counts`."""
         s = self.request.sampling
-        return s.presence_penalty != 0 or s.frequency_penalty != 0 or s.repetition_penalty != 1
+        if s.repetition_penalty != 1:
+            return tuple((self._prompt_counts | Counter(self.generated)).items())
+        if s.presence_penalty != 0 or s.frequency_penalty != 0:
+            return tuple(Counter(self.generated).items())
+        return ()
+
+    @cached_property
+    def _prompt_counts(self) -> dict[int, int]:
+        return dict.fromkeys(self.request.prompt_token_ids, 0)

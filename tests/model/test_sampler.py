@@ -105,6 +105,41 @@ def test_penalties_change_logits_by_their_definitions():
     assert sample(row, [SampleRow(temperature=0, presence_penalty=2.0)])[0].token_id == 0  # nothing generated yet
 
 
+def test_a_repetition_penalty_reaches_tokens_of_the_prompt_alone():
+    row = torch.tensor([[2.0, 1.9, -1.0, -1.2]])
+
+    def greedy(**params: object) -> int:
+        return sample(row, [SampleRow(temperature=0, counts=((0, 0),), **params)])[0].token_id
+
+    assert greedy(repetition_penalty=1.1) == 1
+    assert greedy(presence_penalty=2.0) == 0 and greedy(frequency_penalty=2.0) == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        dict(logit_bias=tuple((i, -math.inf) for i in range(VOCAB))),
+        dict(logit_bias=((3, math.inf),)),
+        dict(logit_bias=((3, math.nan),)),
+        dict(logit_bias=((3, 1e300),)),
+        dict(counts=((3, 1),), presence_penalty=math.nan),
+    ],
+    ids=["none left", "infinite", "nan", "overflow", "penalty"],
+)
+def test_biases_that_leave_nothing_to_choose_fail_alone(logits, bad, temperature):
+    got = sample(logits[:2], [SampleRow(temperature=temperature, **bad), SampleRow(temperature=temperature)])
+    assert "no token with a finite logit" in got[0].error
+    assert got[1].error is None and got[1].token_id >= 0
+
+
+def test_a_bias_of_minus_infinity_forbids(logits):
+    bias = tuple((i, -math.inf) for i in range(VOCAB) if i != 17)
+    for params in (dict(temperature=0), dict(temperature=1e30), dict(top_k=5), dict(top_p=1e-12), dict(min_p=1.0)):
+        got = sample(logits[:1], [SampleRow(logit_bias=bias, **params)])
+        assert got[0].token_id == 17
+
+
 def test_logit_bias_forces_and_forbids(logits):
     got = sample(logits[:2], [SampleRow(logit_bias=((5, 100.0),)), SampleRow(temperature=0, logit_bias=((5, 100.0),))])
     assert [s.token_id for s in got] == [5, 5]

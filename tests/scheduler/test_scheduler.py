@@ -392,15 +392,6 @@ def test_releases_of_a_failed_plan_reach_a_slot_that_somebody_waits_in():
     assert driver.tokens(waiting[0].request_id) == solo_tokens(waiting[0].request)
 
 
-def test_counts_are_sent_only_when_a_penalty_needs_them():
-    for penalty, expected in (({}, ()), ({"frequency_penalty": 0.5}, ((9, 2),))):
-        driver = Driver()
-        driver.scheduler.add(make_request("r", **penalty))
-        for _ in range(2):
-            driver.step(choose=lambda item: 9)
-        assert driver.start().items[0].counts == expected
-
-
 def test_a_restart_recomputes_what_was_alive_and_drops_late_results():
     driver = Driver()
     requests = [make_request("a", 300, 20), make_request("b", 10, 20)]
