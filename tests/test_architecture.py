@@ -69,7 +69,15 @@ def test_configuration_stops_at_actors(layer):
     assert not found, "configuration objects stop at actors: " + ", ".join(found)
 
 
-PYTHON = sorted({*FILES, *(ROOT / "qsa").glob("*.py"), *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py")})
+PYTHON = sorted(
+    {
+        *FILES,
+        *(ROOT / "qsa").glob("*.py"),
+        *(ROOT / "qsa/commands").glob("*.py"),
+        *(ROOT / "benchmarks").glob("*.py"),
+        *(ROOT / "examples").glob("*.py"),
+    }
+)
 
 
 @pytest.mark.parametrize("path", PYTHON, ids=name_of)

@@ -52,7 +52,7 @@ def test_every_command_has_a_module_and_help(command, capsys):
         cli.main([command, "--help"])
     assert caught.value.code == 0 and cli.COMMANDS[command].help in capsys.readouterr().out.replace("\n", " ")
     text = (ROOT / "qsa" / "commands" / f"{command}.py").read_text()
-    assert text.startswith(f'"""`qsa {command}`') and "\ndef run(" in text
+    assert text.startswith(f'"""`qsa {command}') and "\ndef run(" in text
 
 
 def targets() -> set[str]:
@@ -114,6 +114,10 @@ def test_short_options_win_over_set(tmp_path):
         (["generate", "hi", "--file", "nowhere.txt"], "cannot read nowhere.txt"),
         (["plan", "nowhere.gguf"], "nowhere.gguf"),
         (["serve", "nowhere.gguf"], "nowhere.gguf"),
+        (
+            ["calibrate", "default", "README.md", "--output", "/nowhere/code.safetensors"],
+            "cannot write /nowhere/code.safetensors",
+        ),
     ],
 )
 def test_a_wrong_argument_is_one_line_and_exit_code_2(arguments, words, capsys):
