@@ -159,6 +159,8 @@ class StageAttention:
         Returns:
             [num_tokens, num_q_heads * head_dim]
         """
+        if q.dtype != self.cache.dtype:  # attention runs in the type of the cache
+            return self.forward(layer, q.to(self.cache.dtype), k, v, step).to(q.dtype)
         self.write(layer, k, v, step)
         local = layer - self.first_layer
         if step.prefill is not None:

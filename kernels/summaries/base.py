@@ -7,9 +7,11 @@ of a sequence lie in chunks, `slice_bytes` a slice, end to end from the start of
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+
+SCORES = 1 << 20  # token scores held at once
 
 
 class Summary(ABC):
@@ -60,9 +62,19 @@ class Summary(ABC):
 
     def read(self, store: torch.Tensor, chunks: Sequence[int], last: int) -> list[torch.Tensor]:
         """Views of the summaries of tokens [0, last): one [num_slices, slice_bytes / itemsize] a chunk."""
+        return [part for _, part in self.read_blocks(store, chunks, last, 1)]
+
+    def read_blocks(
+        self, store: torch.Tensor, chunks: Sequence[int], last: int, num_rows: int
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Like `read`, cut so that `num_rows` scores of each of a view's tokens stay in the cache; with the first token."""
         slices = self.slices(store)
         wanted, per_chunk = -(-last // self.slice_size), slices.shape[1]
-        return [slices[chunks[i], : min(per_chunk, wanted - first)] for i, first in enumerate(range(0, wanted, per_chunk))]
+        step = max(1, min(per_chunk, SCORES // (num_rows * self.slice_size)))
+        for number, first in enumerate(range(0, wanted, per_chunk)):
+            used = slices[chunks[number], : min(per_chunk, wanted - first)]
+            for start in range(0, len(used), step):
+                yield (first + start) * self.slice_size, used[start : start + step]
 
 
 def slices_per_chunk(chunk_bytes: int, slice_bytes: int) -> int:
@@ -85,11 +97,17 @@ def join(parts: list[torch.Tensor]) -> torch.Tensor:
 def mask_tokens(scores: torch.Tensor, first: int, last: int, slice_size: int) -> torch.Tensor:
     """Cut token scores [.., n] into slices, with the tokens outside [first, last) at the lowest value, in place.
 
-    n must be a multiple of slice_size. Returns [.., n / slice_size, slice_size].
+    n must be a multiple of slice_size; first may be negative and last beyond n. Returns [.., n / slice_size, slice_size].
     """
     lowest = -torch.inf if scores.dtype.is_floating_point else torch.iinfo(scores.dtype).min
-    if first:
+    if first > 0:
         scores[..., :first] = lowest
     if last < scores.shape[-1]:
         scores[..., last:] = lowest
     return scores.unflatten(-1, (-1, slice_size))
+
+
+def quantise_rows(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 numbers and the float32 scale of every row: q is about numbers * scale. A row of zeros stays one."""
+    scale = torch.linalg.vector_norm(q, torch.inf, -1, keepdim=True, dtype=torch.float32).mul_(1 / 127.0)
+    return q.div(scale).nan_to_num_().round_().to(torch.int8), scale

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from qsa.errors import CheckpointError
-from qsa.kernels.summaries.base import Summary, join, mask_tokens
+from qsa.kernels.summaries.base import Summary, join, mask_tokens, quantise_rows
 
 FORMAT = "qsa.code.v1"
 
@@ -75,7 +75,6 @@ class CodeSummary(Summary):
     """Per token `code_dim` int8 numbers: [slice_size, code_dim] a slice."""
 
     dtype = torch.int8
-    ROWS = 128  # query rows scored at once during prefill, so that their scores stay in the cache
 
     def __init__(self, num_kv_heads: int, head_dim: int, slice_size: int, calibration: CodeCalibration) -> None:
         super().__init__(num_kv_heads, head_dim, slice_size, slice_size * calibration.code_dim)
@@ -100,16 +99,9 @@ class CodeSummary(Summary):
     ) -> torch.Tensor:
         num_kv_heads, num_rows, _ = q.shape
         directions = torch.bmm(q.float(), self._query[layer]).view(-1, self.code_dim)  # [num_kv_heads * num_rows, code_dim]
-        scale = torch.linalg.vector_norm(directions, torch.inf, 1, keepdim=True).mul_(1 / 127.0)
-        numbers = directions.div_(scale).nan_to_num_().round_().to(torch.int8)  # a row of zeros stays one
-        codes = [part.view(-1, self.code_dim) for part in self.read(store, chunks, last)]
-        if len(numbers) <= self.ROWS:
-            best = self._best(numbers, codes, first, last)
-        else:
-            best = torch.cat([self._best(rows, codes, first, last) for rows in numbers.split(self.ROWS)])
-        return (best * scale.mul_(sm_scale)).view(num_kv_heads, num_rows, -1)
-
-    def _best(self, rows: torch.Tensor, codes: list[torch.Tensor], first: int, last: int) -> torch.Tensor:
-        """Integer products of int8 query rows with every code, the largest of each slice: int32 [rows, num_slices]."""
-        scores = join([torch._int_mm(rows, part.t()) for part in codes])
-        return mask_tokens(scores, first, last, self.slice_size).amax(-1)
+        numbers, scale = quantise_rows(directions)
+        best = []
+        for base, part in self.read_blocks(store, chunks, last, len(numbers)):
+            scores = torch._int_mm(numbers, part.view(-1, self.code_dim).t())
+            best.append(mask_tokens(scores, first - base, last - base, self.slice_size).amax(-1))
+        return (join(best) * scale.mul_(sm_scale)).view(num_kv_heads, num_rows, -1)

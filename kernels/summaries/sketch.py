@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from qsa.kernels.summaries.base import Summary, group_blocks, join, mask_tokens
+from qsa.kernels.summaries.base import Summary, group_blocks, join, mask_tokens, quantise_rows
 
 ZERO = 8  # added to every number, -7 .. 7, so that it fits four bits
 
@@ -34,20 +34,33 @@ class SketchSummary(Summary):
         packed = torch.bitwise_or(low, high << 4).transpose(0, 1).flatten(1)
         return torch.cat((packed, scale.transpose(0, 1).flatten(1).view(torch.uint8)), 1)
 
-    def keys(self, slices: torch.Tensor) -> torch.Tensor:
-        """Approximate keys of uint8 [num_slices, slice_bytes]: float32 [num_kv_heads, num_slices * slice_size, head_dim]."""
-        packed = slices[:, : self._packed_bytes].unflatten(1, (self.num_kv_heads, self.slice_size, -1)).transpose(0, 1)
-        scale = slices[:, self._packed_bytes :].contiguous().view(torch.float16)
-        scale = scale.unflatten(1, (self.num_kv_heads, self.slice_size)).transpose(0, 1)
-        numbers = torch.cat((packed & 15, packed >> 4), -1).float()  # [num_kv_heads, num_slices, slice_size, head_dim]
-        return numbers.sub_(ZERO).mul_(scale.unsqueeze(-1).float()).flatten(1, 2)
-
     def scan(
         self, layer: int, store: torch.Tensor, q: torch.Tensor, chunks: Sequence[int], first: int, last: int, sm_scale: float
     ) -> torch.Tensor:
-        query = q.float() * sm_scale
-        scores = join([torch.bmm(query, self.keys(part).transpose(1, 2)) for part in self.read(store, chunks, last)])
-        return torch.logsumexp(mask_tokens(scores, first, last, self.slice_size), -1)
+        """Scores of int8 queries against the 4-bit numbers, exact in int32; a query's rounding is far below a key's."""
+        query, query_scale = quantise_rows(q)
+        factor = query_scale * sm_scale
+        zero = query.sum(-1, keepdim=True, dtype=torch.int32) * ZERO
+        parts = []
+        for base, part in self.read_blocks(store, chunks, last, q.shape[0] * q.shape[1]):
+            scores = self._token_scores(query, zero, factor, part)
+            parts.append(torch.logsumexp(mask_tokens(scores, first - base, last - base, self.slice_size), -1))
+        return join(parts)
+
+    def _token_scores(
+        self, query: torch.Tensor, zero: torch.Tensor, factor: torch.Tensor, slices: torch.Tensor
+    ) -> torch.Tensor:
+        """Approximate q.k of every token, float32 [num_kv_heads, num_rows, num_slices * slice_size]."""
+        packed = slices[:, : self._packed_bytes].unflatten(1, (self.num_kv_heads, self.slice_size, -1))
+        key_scale = slices[:, self._packed_bytes :].contiguous().view(torch.float16)
+        key_scale = key_scale.view(-1, self.num_kv_heads, self.slice_size).transpose(0, 1).reshape(self.num_kv_heads, 1, -1)
+        products = []
+        for head in range(self.num_kv_heads):
+            two = packed[:, head]  # [num_slices, slice_size, head_dim / 2]
+            numbers = torch.cat((two & 15, two >> 4), -1).view(torch.int8).view(-1, self.head_dim)
+            products.append(torch._int_mm(query[head], numbers.t()))
+        scores = (torch.stack(products) - zero).float()
+        return scores.mul_(key_scale.float()).mul_(factor)
 
     def block_scores(self, slice_scores: torch.Tensor, slices_per_block: int) -> torch.Tensor:
         return torch.logsumexp(group_blocks(slice_scores, slices_per_block), -1)

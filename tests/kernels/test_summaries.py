@@ -123,6 +123,22 @@ def test_scan_crosses_chunks():
         torch.testing.assert_close(both[..., per_chunk:], tail)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_many_rows_are_scanned_in_blocks(name):
+    """Prefill scores hundreds of queries over the whole context: block by block, each row as if it were alone."""
+    torch.manual_seed(0)
+    keys = torch.randn(2, 60, 64, 64)
+    q = torch.randn(2, 700, 64)
+    summary, store, chunks = filled(name, 2, 64, 64, keys, 60)
+    span = (20, 60 * 64 - 100)
+    blocks = [base for base, _ in summary.read_blocks(store, chunks, span[1], 1400)]
+    assert len(blocks) > 1
+    got = summary.scan(1, store, q, chunks, *span, 0.125)
+    for row in (0, 399, 699):
+        alone = summary.scan(1, store, q[:, row : row + 1], chunks, *span, 0.125)
+        torch.testing.assert_close(got[:, row : row + 1], alone, rtol=1e-4, atol=1e-3)
+
+
 def test_blocks():
     scores = torch.tensor([[1.0, 2, 3, 4, 5]])
     sizes = (2, 64, 64)

@@ -120,6 +120,22 @@ def test_decode_attends_to_the_reference_set(options, summary, dtype):
             assert_matches_oracle("out", got[layer, 0], oracle, peer)
 
 
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(torch.bfloat16, torch.float32), (torch.float16, torch.float16)], ids=str)
+def test_other_types_of_k_and_v(dtype, kv_dtype):
+    seq = Sequence.random(712, 12, dtype)
+    config = SparseConfig(**SMALL, summary="sketch")
+    attention, exact = make_attention({1: config}, kv_dtype), make_attention({1: config}, torch.float32)
+    wide = Sequence(seq.q.float(), seq.k.float(), seq.v.float())
+    outs = []
+    for one, sequence in ((attention, seq), (exact, wide)):
+        one.open(0, 1)
+        prompt = run_prompt(one, 0, sequence, 700, 1)
+        outs.append(torch.cat((prompt, run_decode(one, 0, sequence, 700, 712, 1)), 1))
+    assert outs[0].dtype == dtype
+    error = (outs[0].float() - outs[1]).abs()
+    assert (error < 0.02).float().mean() > 0.98  # but for a list that rounding has changed
+
+
 def test_summaries_do_not_depend_on_how_tokens_arrived():
     """Chunks that end inside a slice, then token by token, against one chunk: the same choices and the same output."""
     seq = Sequence.random(700, 3, torch.float32)
