@@ -44,7 +44,7 @@ def main() -> int:
                 output.write(json.dumps(answer, ensure_ascii=False) + "\n")
                 output.flush()
     except (QSAError, OSError, ConnectionError) as error:
-        print(f"batch_job: {error}", file=sys.stderr)
+        print(f"batch_job: {str(error).strip().splitlines()[-1]}", file=sys.stderr)  # Ray's own come with a traceback
         return 2
     print(f"{len(items) - failed} of {len(items)} requests answered, in {args.output}")
     return 1 if failed else 0

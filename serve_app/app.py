@@ -25,7 +25,7 @@ from ray import serve
 from qsa.actors.engine import Engine
 from qsa.actors.placement import engine_bundles
 from qsa.config import EngineConfig, load_config
-from qsa.errors import ConfigError, EngineDeadError
+from qsa.errors import EngineDeadError
 from qsa.serve_app.api import make_api
 
 logger = logging.getLogger(__name__)
@@ -147,10 +147,7 @@ def make_app(config: EngineConfig) -> serve.Application:
 
 def build_app(args: dict[str, Any]) -> serve.Application:
     """Builder for `serve run` and `serve deploy`; see `config_from_args`."""
-    try:
-        return make_app(config_from_args(args))
-    except ConfigError as error:
-        raise ValueError(str(error)) from None  # Serve shows it with the class's name
+    return make_app(config_from_args(args))
 
 
 app = make_app(EngineConfig())

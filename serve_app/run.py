@@ -72,11 +72,12 @@ def start_serving(config: EngineConfig) -> None:
 
 
 def _reason(message: str) -> str:
-    """The last line of the exception inside Serve's report."""
+    """The engine's own error inside Serve's report of a failed deployment, in one line."""
     status = serve.status().applications.get(APP_NAME)
-    lines = [line.strip() for line in (status.message if status else message).splitlines() if line.strip()]
+    reports = [] if status is None else [status.message, *(item.message for item in status.deployments.values())]
+    lines = [line.strip() for report in [message, *reports] for line in report.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("qsa.errors.")]
-    return errors[-1].partition(": ")[2] if errors else (lines or [message])[-1]
+    return errors[-1].partition(": ")[2] if errors else lines[-1]
 
 
 def stop_serving() -> None:

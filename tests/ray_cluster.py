@@ -42,6 +42,7 @@ RAY_ENV = {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "120",  # a client's server imports ray: 30 s are not enough on a busy machine
 }
 os.environ.update(RAY_ENV)  # ray reads these when it is imported, which a test module may do at its top
 

@@ -260,3 +260,10 @@ def test_deleting_the_application_leaves_nothing(deployed):
     before = deployed.actors()
     deployed.command(sys.executable, "-c", f"from ray import serve; import ray; ray.init(); serve.delete({APP!r})")
     wait_until(lambda: not any(map(is_alive, before.values())) and not deployed.actors(), 30)
+
+
+def test_an_engine_that_cannot_start_fails_the_deployment_with_its_reason(deployed):
+    with pytest.raises(AssertionError, match=r"DEPLOY_FAILED"):
+        deployed.deploy(model={"path": "/no/such/model"})
+    assert "CheckpointError: /no/such/model" in str(deployed.status())
+    wait_until(lambda: not [name for name in deployed.actors() if name.startswith("qsa/")], 20)
