@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -194,6 +195,8 @@ def start_local_ray(*, num_cpus: int | None = None, include_dashboard: bool = Fa
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    token = Path.home() / ".ray" / "auth_token"
+    is_new = not token.exists()
     context: Any = ray.init(
         address="local",
         _node_ip_address="127.0.0.1",
@@ -205,4 +208,6 @@ def start_local_ray(*, num_cpus: int | None = None, include_dashboard: bool = Fa
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
+    if is_new and token.exists():
+        token.chmod(0o600)  # Ray leaves it readable for everybody
     return str(context.address_info["gcs_address"])

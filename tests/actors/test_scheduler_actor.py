@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -98,6 +100,26 @@ def test_many_requests_each_get_their_own_tokens_and_nothing_stays(num_stages):
         assert not h.actor._owners and not h.actor._clients["me"].request_ids and not h.actor._steps
 
     run(scenario, num_stages=num_stages)
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_leave_no_trace():
+    def resident_bytes():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    async def scenario(h):
+        after = {}
+        for count in range(10_000):
+            await h.submit(f"r{count}", [100 + count % 1000], max_tokens=1)
+            await h.until(lambda count=count: len(h.ends) > count - 8)
+            if count in (2000, 9999):
+                gc.collect()
+                after[count] = resident_bytes()
+        await h.until(lambda: len(h.ends) == 10_000)
+        assert after[9999] - after[2000] < 8000 * 1000  # what this test itself keeps of a request, and no more
+        assert await h.all_free() and not h.actor._owners and not h.actor._steps and len(h.actor._clients) == 1
+
+    run(scenario)
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
