@@ -13,7 +13,7 @@ import torch
 def float_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Scores in float32. q [batch, num_q, head_dim], k [batch, num_k, head_dim] -> [batch, num_q, num_k]."""
     k_t = k.transpose(1, 2)
-    if q.dtype == torch.float32:
-        return torch.bmm(q, k_t)
+    if q.dtype != torch.bfloat16:  # a float16 product is slow on a CPU, and beyond 65504 it is infinite
+        return torch.bmm(q.float(), k_t.float())
     rounded = torch.bmm(q, k_t)
     return torch.baddbmm(rounded, q, k_t, beta=-1).float().add_(rounded)

@@ -81,3 +81,8 @@ def test_scores_of_bfloat16_keys_are_not_rounded():
     assert got.dtype == torch.float32
     assert ((got - exact).abs() <= 2.0**-15 * exact.abs().clamp(min=1.0)).all()
     assert ((torch.bmm(q, k.transpose(1, 2)).double() - exact).abs().max()) > 0.05
+
+
+def test_scores_of_float16_keys_may_exceed_its_range():
+    q, k = torch.full((1, 1, 128), 30.0).half(), torch.full((1, 3, 128), -30.0).half()
+    assert (float_scores(q, k) == -115200.0).all()
