@@ -18,9 +18,10 @@ CPU_KV_SHARE = 0.4  # of the available memory, all stages together, for a pool w
 CUDA_KV_SHARE = 0.9  # of what weights and workspace leave free on a card
 
 _MEMINFO = Path("/proc/meminfo")
-_CGROUPS = (  # limit, usage: version 2, then 1
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+_V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
+_CGROUPS: tuple[tuple[Path, Path, Path, str], ...] = (  # limit, usage, figures, and the one of cached files not in use
+    (_V2 / "memory.max", _V2 / "memory.current", _V2 / "memory.stat", "inactive_file"),
+    (_V1 / "memory.limit_in_bytes", _V1 / "memory.usage_in_bytes", _V1 / "memory.stat", "total_inactive_file"),
 )
 
 
@@ -41,12 +42,17 @@ class StageNeed:
 
 
 def available_host_bytes() -> int:
-    """Memory that processes of this machine, or of this container, can still take."""
+    """Memory that processes of this machine, or of this container, can still take.
+
+    A container's usage counts cached files, such as a checkpoint read a minute ago; the kernel gives them up when asked.
+    """
     fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
-    for limit, usage in _CGROUPS:
+    for limit, usage, figures, cached in _CGROUPS:
         try:
             left = int(limit.read_text()) - int(usage.read_text())
+            stat = dict(line.split() for line in figures.read_text().splitlines())
+            left += int(stat.get(cached, 0))
         except (OSError, ValueError):  # no such file, or the word "max"
             continue
         available = min(available, max(left, 0))

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qsa.errors import BudgetError, ConfigError
+from qsa.memory import budget
 from qsa.memory.budget import (
     StageNeed,
     available_device_bytes,
@@ -63,6 +64,26 @@ def test_probes_see_this_machine():
     available = available_host_bytes()
     assert 64 * MIB < available < 1 << 50
     assert abs(available_device_bytes(torch.device("cpu")) - available) < available / 2
+
+
+@pytest.mark.parametrize(
+    ("limit", "usage", "cached", "expected"),
+    [
+        ("1000", "400", 0, 600),
+        ("1000", "990", 700, 710),  # a checkpoint that was read fills the container with pages that can be dropped
+        ("1000", "1200", 100, 0),
+        ("max", "400", 0, 8192 * 1024),
+    ],
+)
+def test_a_containers_limit_counts_and_its_cached_files_do_not(limit, usage, cached, expected, tmp_path, monkeypatch):
+    texts = {"meminfo": "MemTotal: 9000 kB\nMemAvailable: 8192 kB\n", "limit": limit, "usage": usage}
+    texts["stat"] = f"anon 5\ninactive_file {cached}\nactive_file 7\n"
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(budget, "_MEMINFO", tmp_path / "meminfo")
+    files = (tmp_path / "limit", tmp_path / "usage", tmp_path / "stat", "inactive_file")
+    monkeypatch.setattr(budget, "_CGROUPS", ((tmp_path / "none",) * 3 + ("inactive_file",), files))
+    assert available_host_bytes() == expected
 
 
 @pytest.mark.parametrize(
