@@ -17,11 +17,15 @@ from dataclasses import dataclass
 
 Encode = Callable[[str], list[int]]
 
-WORDS = (
-    "river copper window garden silver bridge candle harbor marble orange pepper rocket saddle tunnel violin walnut anchor basket"
-    " carpet desert engine falcon guitar hammer island jacket kitten ladder magnet needle oyster pencil ribbon shadow ticket"
-    " valley wagon yellow zebra button camera dragon forest glacier honey jungle lemon mirror ocean planet"
-).split()
+# words that are one token, with and without a space before them
+WORD_LIST = """
+apple river window bridge orange engine yellow button camera forest ocean planet table chair bread water stone paper glass
+metal cloud storm winter summer spring north south west east castle doctor teacher king brother mother father horse lion
+snake sugar salt rice corn wheat gold iron wood street market church school hospital station library museum music color
+circle square number letter word book page story movie radio phone computer network signal power energy light heat sound
+voice heart brain blood bone skin hand foot head
+"""
+WORDS = WORD_LIST.split()
 COPY_GIVEN, COPY_SCORED = 16, 24
 COPY_DEPTHS = (0.03, 0.15, 0.27, 0.38, 0.50, 0.62, 0.73, 0.85)
 PASSKEY_DEPTHS = (0.05, 0.30, 0.55, 0.80)
