@@ -6,7 +6,15 @@ import pytest
 import torch
 from oracle import assert_matches_oracle
 
-from qsa.kernels.pointwise import double, rms_norm, rms_norm_rows, rotate, signed_sine, silu_multiply
+from qsa.kernels.pointwise import (
+    double,
+    rms_norm,
+    rms_norm_rows,
+    rotate,
+    signed_sine,
+    silu_multiply,
+    silu_multiply_rows,
+)
 from qsa.kernels.pointwise_ref import rms_norm_ref, rotate_ref, silu_multiply_ref
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -52,10 +60,25 @@ def test_rows_do_not_depend_on_the_batch(width, dtype, rng):
     angle = torch.rand(17, 1, 2 * width, generator=rng)
     operators = {
         "norm": lambda start, end: rms_norm_rows(x[start:end], weight, 1e-5),
-        "gated": lambda start, end: silu_multiply(x[start:end]),
+        "gated": lambda start, end: silu_multiply_rows(x[start:end]),
         "rotated": lambda start, end: rotate(x[start:end].view(end - start, 1, -1), angle[start:end], angle[start:end]),
     }
     for name, operator in operators.items():
         alone = torch.cat([operator(row, row + 1) for row in range(17)])
         for num_rows in range(1, 18):
             assert torch.equal(operator(17 - num_rows, 17), alone[17 - num_rows :]), f"{name}, {num_rows} rows"
+
+
+@pytest.mark.parametrize("threads", [3, 5])
+@pytest.mark.parametrize("width", [8960, 18944])
+def test_wide_rows_do_not_depend_on_the_batch_with_threads(width, threads, rng):
+    """8 rows are cut among threads within a row; a piece's last numbers must be the same as in the middle of one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x = torch.randn(64, 2 * width, generator=rng) * 3
+        alone = torch.cat([silu_multiply_rows(x[row : row + 1]) for row in range(64)])
+        for num_rows in (2, 3, 8, 64):
+            assert torch.equal(torch.cat([silu_multiply_rows(piece) for piece in x.split(num_rows)]), alone)
+    finally:
+        torch.set_num_threads(before)
