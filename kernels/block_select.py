@@ -8,8 +8,6 @@ Reference: kernels/block_select_ref.py
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from qsa.kernels.registry import Operator, register
@@ -82,8 +80,7 @@ def block_select(
 class BlockSelect(Operator):
     """block_select on the CPU."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return block_select(*args, **kwargs)
+    forward = staticmethod(block_select)
 
 
 register("block_select", "torch", BlockSelect)

@@ -4,12 +4,13 @@ In bfloat16 plain products are more than twice as fast as the fused operator, fo
 for a prefill chunk in blocks of queries. Their scores are rounded to bfloat16, an error of the size that q and k have
 themselves; they are for attending only, selection has scores of its own, in float32. Other types take the fused operator:
 a decode query page by page, a chunk as everything before it (no mask) and itself (causal), merged by log-sum-exp.
+
+Reference: kernels/dense_attention_ref.py
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -160,11 +161,15 @@ def _dense_prefill_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_s
 class DenseAttention(Operator):
     """Dense attention on the CPU; `forward` is the decode form, `forward_prefill` the other."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return dense_decode(*args, **kwargs)
+    forward = staticmethod(dense_decode)
 
-    def forward_prefill(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return dense_prefill(*args, **kwargs)
+    @staticmethod
+    def forward_prefill(
+        q: torch.Tensor, pages: torch.Tensor, chunks: Sequence[int], seq_len: int, sm_scale: float
+    ) -> torch.Tensor:
+        """The last tokens of the sequence, q [num_tokens, num_q_heads, head_dim], against all up to themselves."""
+        k, v = gather_tokens(pages, chunks, seq_len)
+        return dense_prefill(q, k, v, sm_scale)
 
 
 register("dense_attention", "torch", DenseAttention)

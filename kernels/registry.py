@@ -7,7 +7,10 @@ instead of an object.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 SUMMARIES = ("code", "sketch", "minmax", "mean")
@@ -109,6 +112,7 @@ class Operator:
         """Give the workspace back. Calling it again does nothing."""
 
 
+BACKENDS = ("torch", "triton")
 _OPERATORS: dict[tuple[str, str], type[Operator]] = {}
 
 
@@ -124,14 +128,29 @@ def register(name: str, backend: str, operator: type[Operator]) -> None:
     _OPERATORS[name, backend] = operator
 
 
-def get_operator(name: str, backend: str) -> Operator:
-    """A new, not yet initialised instance of an operator.
+@cache
+def _import_backend(backend: str) -> None:
+    """Import every operator file of a backend, so that it registers what it holds.
+
+    A Triton file is called `NAME_triton.py`, a reference `NAME_ref.py`; every other file is for "torch".
+    """
+    folder = Path(__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        name = path.relative_to(folder).with_suffix("").parts
+        if not name[-1].endswith("_ref") and name[-1].endswith("_triton") == (backend == "triton"):
+            importlib.import_module(".".join(("qsa.kernels", *name)))
+
+
+def get_operator(name: str, backend: str) -> Any:
+    """A new, not yet initialised instance of an operator; what it takes and returns is in its class.
 
     Raises:
         ValueError: nothing is registered under that name on that backend; the message lists what is.
     """
+    if backend in BACKENDS:
+        _import_backend(backend)
     try:
         return _OPERATORS[name, backend]()
     except KeyError:
-        known = ", ".join(sorted(f"{n}/{b}" for n, b in _OPERATORS)) or "none"
+        known = ", ".join(sorted(f"{n}/{b}" for n, b in _OPERATORS))
         raise ValueError(f"no operator {name!r} on backend {backend!r}; registered: {known}") from None

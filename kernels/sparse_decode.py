@@ -11,7 +11,6 @@ Reference: kernels/sparse_decode_ref.py
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -148,8 +147,7 @@ def sparse_decode(
 class SparseDecode(Operator):
     """sparse_decode on the CPU."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return sparse_decode(*args, **kwargs)
+    forward = staticmethod(sparse_decode)
 
 
 register("sparse_decode", "torch", SparseDecode)

@@ -11,7 +11,6 @@ Reference: kernels/sparse_prefill_ref.py
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -161,8 +160,7 @@ def sparse_prefill(
 class SparsePrefill(Operator):
     """sparse_prefill on the CPU."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return sparse_prefill(*args, **kwargs)
+    forward = staticmethod(sparse_prefill)
 
 
 register("sparse_prefill", "torch", SparsePrefill)

@@ -5,8 +5,6 @@ Reference: kernels/topk_ref.py
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from qsa.kernels.registry import Operator, register
@@ -35,8 +33,7 @@ def topk(scores: torch.Tensor, k: int) -> torch.Tensor:
 class TopK(Operator):
     """topk on the CPU."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return topk(*args, **kwargs)
+    forward = staticmethod(topk)
 
 
 register("topk", "torch", TopK)

@@ -6,14 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from qsa.kernels.block_select import block_select
-from qsa.kernels.dense_attention import dense_decode, dense_prefill, gather_tokens
 from qsa.kernels.host_memory import keep_freed_memory
-from qsa.kernels.kv_write import kv_write
 from qsa.kernels.paged_rows import SliceRows
-from qsa.kernels.registry import SparseConfig
-from qsa.kernels.sparse_decode import mask_rows, sparse_decode
-from qsa.kernels.sparse_prefill import TilePlan, sparse_prefill
+from qsa.kernels.registry import SparseConfig, get_operator
+from qsa.kernels.sparse_decode import mask_rows
+from qsa.kernels.sparse_prefill import TilePlan
 from qsa.kernels.summaries.base import Summary
 from qsa.kernels.summaries.code import CodeCalibration
 from qsa.kernels.summaries.make import make_summary, summary_slice_bytes
@@ -22,6 +19,8 @@ from qsa.memory.layout import SummaryLayout
 from qsa.model.attention_plan import AttentionStep, SparseRows, StepPlanner
 from qsa.model.batch import Segment
 from qsa.model.selection import SelectionState, SlotSelection, add_selections, count_decode
+
+OPERATORS = ("kv_write", "block_select", "sparse_decode", "sparse_prefill", "dense_attention")
 
 
 def summary_layout(config: SparseConfig, num_kv_heads: int, head_dim: int, code_dim: int | None) -> SummaryLayout:
@@ -70,15 +69,22 @@ class StageAttention:
         """Set up for one stage.
 
         Raises:
-            ValueError: a configuration that the model, its calibration or the page size does not allow.
+            ValueError: a configuration that the model, its calibration or the page size does not allow, or a backend that
+                lacks an operator.
         """
-        if backend != "torch":
-            raise ValueError(f"backend {backend!r} is not built, there is 'torch'")
         if num_q_heads % num_kv_heads:
             raise ValueError(f"num_q_heads ({num_q_heads}) must be a multiple of num_kv_heads ({num_kv_heads})")
         keep_freed_memory()
         self.cache, self.first_layer, self.num_layers = cache, first_layer, num_layers
         self.num_q_heads, self.num_kv_heads, self.head_dim, self.sm_scale = num_q_heads, num_kv_heads, head_dim, sm_scale
+        self.backend = backend
+        self._operators = {name: get_operator(name, backend) for name in OPERATORS}
+        for operator in self._operators.values():
+            operator.init(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, max_batch=cache.max_sequences)
+        self._kv_write, self._block_select, self._sparse_decode, self._sparse_prefill, self._dense_decode = (
+            operator.forward for operator in self._operators.values()
+        )
+        self._dense_prefill = self._operators["dense_attention"].forward_prefill
         self.sparse = dict(sparse)
         self._code_dim = calibration.code_dim if calibration is not None else None
         self._planner = StepPlanner(cache, self.sparse, first_layer, num_q_heads)
@@ -96,7 +102,7 @@ class StageAttention:
                 " the window must hold a slice until it is complete"
             )
         config.scan_interval(self.first_layer + self.num_layers - 1)  # refuses a list that is too short
-        summary = make_summary(config.summary, self.num_kv_heads, self.head_dim, size, calibration)
+        summary = make_summary(config.summary, self.num_kv_heads, self.head_dim, size, calibration, self.backend)
         state = SelectionState(config, self.num_layers, self.cache.max_sequences, self.num_kv_heads)
         return _Method(config, summary, self._planner.slice_rows[size], self._planner.slice_tables[size], state)
 
@@ -170,7 +176,7 @@ class StageAttention:
         out = torch.empty_like(q)
         for dense in step.dense:
             chunks = self._planner.page_lists[dense.slot][local]
-            out[dense.row] = dense_decode(q[dense.row], self.cache.pages, chunks, dense.seq_len, self.sm_scale)
+            out[dense.row] = self._dense_decode(q[dense.row], self.cache.pages, chunks, dense.seq_len, self.sm_scale)
         for group in step.sparse:
             out[group.index] = self._decode(local, q[group.rows], group)
         return out.view(len(q), -1)
@@ -178,7 +184,7 @@ class StageAttention:
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, step: AttentionStep) -> None:
         """Write the new tokens' K and V, and the summaries of the slices that they complete; part of `forward`."""
         local = layer - self.first_layer
-        kv_write(k, v, self._planner.token_rows, step.write_rows[local])
+        self._kv_write(k, v, self._planner.token_rows, step.write_rows[local])
         for update in step.updates:
             method = self._methods[update.sparse_id]
             keys = method.rows.gather(update.key_rows[local]).unflatten(1, (-1, method.config.block_size_fine))
@@ -198,7 +204,7 @@ class StageAttention:
             key_rows = state.key_rows[local, :, :, : group.width].index_select(0, group.slot_index)
             masked = state.masked[local, :, :, : group.width].index_select(0, group.slot_index) + group.near.mask_offsets
         top_k = method.config.top_k_fine
-        out, places = sparse_decode(
+        out, places = self._sparse_decode(
             q, method.rows, key_rows, masked, group.near, top_k, self.sm_scale, has_padding=group.has_padding
         )
         if places is not None:
@@ -227,7 +233,7 @@ class StageAttention:
         scores = method.summary.scan(
             local, self.cache.pool.buffer, grouped, chunks, config.sink_size, last, self.sm_scale
         ).unsqueeze(0)
-        pool, edge = block_select(
+        pool, edge = self._block_select(
             scores,
             state.pool_size,
             per_layer=method.per_layer,
@@ -250,8 +256,8 @@ class StageAttention:
         parts = []
         if plan.dense_end > segment.start:
             chunks = self._planner.page_lists[segment.slot][local]
-            k, v = gather_tokens(self.cache.pages, chunks, plan.dense_end)
-            parts.append(dense_prefill(q[: plan.dense_end - segment.start], k, v, self.sm_scale))
+            queries = q[: plan.dense_end - segment.start]
+            parts.append(self._dense_prefill(queries, self.cache.pages, chunks, plan.dense_end, self.sm_scale))
         if plan.tiles is not None:
             assert plan.near_rows is not None
             method, tiles, queries = self._methods[segment.sparse_id], plan.tiles, q[plan.dense_end - segment.start :]
@@ -262,7 +268,7 @@ class StageAttention:
                 is_padding, lists = (padded if bool(padded.any()) else None), lists.clamp(min=0)
             list_rows = method.table[local, segment.slot].take(lists) + method.rows.head_offsets.view(-1, 1)
             near_rows = plan.near_rows[local]
-            parts.append(sparse_prefill(queries, method.rows, list_rows, near_rows, tiles, self.sm_scale, is_padding))
+            parts.append(self._sparse_prefill(queries, method.rows, list_rows, near_rows, tiles, self.sm_scale, is_padding))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _tile_lists(self, local: int, q: torch.Tensor, method: _Method, slot: int, tiles: TilePlan) -> torch.Tensor:
@@ -287,7 +293,7 @@ class StageAttention:
         scores = scores.masked_fill(~candidates.unsqueeze(2), -torch.inf)
         group = self.num_q_heads // self.num_kv_heads
         weights = tiles.weights.repeat_interleave(group, 1).view(tiles.num_tiles, 1, -1, 1)
-        lists, _ = block_select(
+        lists, _ = self._block_select(
             scores,
             config.prefill_factor * config.top_k_fine,
             per_layer=method.per_layer,
@@ -341,7 +347,12 @@ class StageAttention:
 
     def close(self) -> None:
         """Give the workspace back. Calling it again does nothing."""
+        for method in self._methods.values():
+            method.summary.free()
+        for operator in self._operators.values():
+            operator.free()
         self._methods.clear()
+        self._operators.clear()
         self._uncounted = ()
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from qsa.kernels.linear import FloatLinear, can_fuse_gate, gated_linear
-from qsa.kernels.pointwise import double, rms_norm, rms_norm_rows, rotate, silu_multiply
-from qsa.kernels.quant_linear import PREFILL_ROWS, Int4Linear, Int8Head, Int8Linear
+from qsa.kernels.linear import can_fuse_gate, gated_linear
+from qsa.kernels.quant_linear import PREFILL_ROWS
+from qsa.kernels.registry import get_operator
 from qsa.model.attention import StageAttention
 from qsa.model.attention_plan import AttentionStep
 from qsa.model.checkpoint.quantized import QuantizedTensor
@@ -41,12 +41,20 @@ class WeightPolicy:
         dtype:        type of activations, and of weights that are not packed.
         is_packed:    keep 4- and 8-bit weights packed where a kernel exists.
         keeps_copies: hold faster copies beside packed weights, for prefill and for batches.
+        backend:      whose operators compute.
     """
 
     dtype: torch.dtype
     device: torch.device
     is_packed: bool
     keeps_copies: bool
+    backend: str = "torch"
+
+    def operator(self, name: str, **weights: Any) -> Any:
+        """An operator of the backend, set up with its weights."""
+        operator = get_operator(name, self.backend)
+        operator.init(**weights)
+        return operator
 
     def to_float(self, weight: Weight) -> torch.Tensor:
         """The weight in the activations' type."""
@@ -94,17 +102,13 @@ def make_linear(weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]
     if kernel == "int4":
         parts = [weight.parts() for weight in weights if isinstance(weight, QuantizedTensor)]
         values, scale, minimum = (torch.cat(columns) for columns in zip(*parts, strict=True))
-        int4 = Int4Linear()
-        int4.init(values=values, scale=scale, minimum=minimum, bias=bias, keep_prefill_copy=policy.keeps_copies)
-        return int4
+        return policy.operator(
+            "int4_linear", values=values, scale=scale, minimum=minimum, bias=bias, keep_prefill_copy=policy.keeps_copies
+        )
     if kernel == "int8":
         whole = torch.cat([weight.dequantize(torch.float32) for weight in weights if isinstance(weight, QuantizedTensor)])
-        int8 = Int8Linear()
-        int8.init(weight=whole, bias=bias, keep_prefill_copy=policy.keeps_copies)
-        return int8
-    linear = FloatLinear()
-    linear.init(weight=torch.cat([policy.to_float(weight) for weight in weights]), bias=bias)
-    return linear
+        return policy.operator("int8_linear", weight=whole, bias=bias, keep_prefill_copy=policy.keeps_copies)
+    return policy.operator("float_linear", weight=torch.cat([policy.to_float(weight) for weight in weights]), bias=bias)
 
 
 class Embedding:
@@ -130,17 +134,15 @@ class Head:
     """Last norm and projection to the vocabulary; rows are independent of each other."""
 
     def __init__(self, norm: Weight, table: Weight, policy: WeightPolicy, eps: float) -> None:
-        self._norm, self._eps = double(policy.to_float(norm)), eps
+        self._norm = policy.operator("rms_norm", weight=policy.to_float(norm), eps=eps)
         if policy.is_packed and isinstance(table, QuantizedTensor):
             self._input_dtype = torch.float32
-            head = Int8Head()
-            head.init(weight=table.dequantize(torch.float32), keep_batch_copy=policy.keeps_copies)
-            self._linear: Linear = head
+            self._linear: Linear = policy.operator(
+                "int8_head", weight=table.dequantize(torch.float32), keep_batch_copy=policy.keeps_copies
+            )
         else:
             self._input_dtype = policy.dtype
-            plain = FloatLinear()
-            plain.init(weight=policy.to_float(table))
-            self._linear = plain
+            self._linear = policy.operator("float_linear", weight=policy.to_float(table))
 
     @property
     def nbytes(self) -> int:
@@ -148,24 +150,12 @@ class Head:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size] to float32 logits [num_rows, vocab_size]."""
-        normed = rms_norm_rows(x.to(self._input_dtype), self._norm, self._eps)
+        normed = self._norm.forward(x.to(self._input_dtype))
         return self._linear.forward(normed).float()
 
     def free(self) -> None:
         self._linear.free()
-
-
-class Norm:
-    """RMSNorm in the form that is fast for few rows, and the one that is for many."""
-
-    def __init__(self, weight: Weight, policy: WeightPolicy, eps: float) -> None:
-        self._weight, self._eps = policy.to_float(weight), eps
-        self._double = double(self._weight)
-
-    def forward(self, x: torch.Tensor, is_prefill: bool) -> torch.Tensor:
-        if is_prefill:
-            return rms_norm(x, self._weight, self._eps)
-        return rms_norm_rows(x, self._double, self._eps)
+        self._norm.free()
 
 
 class DecoderLayer:
@@ -176,7 +166,7 @@ class DecoderLayer:
         self.layer = layer
         self._q_heads, self._kv_heads, self._head_dim = spec.num_q_heads, spec.num_kv_heads, spec.head_dim
         self._rotated_heads = spec.num_q_heads + spec.num_kv_heads
-        self._eps = spec.rms_norm_eps
+        eps = spec.rms_norm_eps
         prefix = f"layers.{layer}."
 
         def linear(names: Sequence[str], has_bias: bool) -> Linear:
@@ -184,13 +174,19 @@ class DecoderLayer:
             biases = [_plain(read(f"{prefix}{name}.bias")) if has_bias else None for name in names]
             return make_linear(weights, biases, policy)
 
-        self._input_norm = Norm(read(f"{prefix}input_layernorm.weight"), policy, spec.rms_norm_eps)
+        def norm(name: str) -> Any:
+            return policy.operator("rms_norm", weight=policy.to_float(read(f"{prefix}{name}.weight")), eps=eps)
+
+        self._input_norm = norm("input_layernorm")
         self._qkv = linear([f"self_attn.{x}_proj" for x in "qkv"], spec.qkv_bias)
         self._o = linear(["self_attn.o_proj"], spec.o_bias)
-        self._mlp_norm = Norm(read(f"{prefix}post_attention_layernorm.weight"), policy, spec.rms_norm_eps)
+        self._mlp_norm = norm("post_attention_layernorm")
         self._gate_up = linear(["mlp.gate_proj", "mlp.up_proj"], spec.mlp_bias)
         self._down = linear(["mlp.down_proj"], spec.mlp_bias)
-        self._can_fuse_gate = can_fuse_gate(policy.dtype)
+        self._rotary, self._gate = policy.operator("rotary"), policy.operator("silu_multiply")
+        self._rotate, self._silu_multiply = self._rotary.forward, self._gate.forward
+        self._bare_norm = policy.operator("rms_norm", eps=eps)
+        self._can_fuse_gate = policy.backend == "torch" and can_fuse_gate(policy.dtype)
         self._head_norm: torch.Tensor | None = None
         if spec.qk_norm:
             q_norm, k_norm = (policy.to_float(read(f"{prefix}self_attn.{x}_norm.weight")) for x in "qk")
@@ -223,14 +219,16 @@ class DecoderLayer:
         Returns:
             [num_tokens, num_q_heads * head_dim], for `finish`.
         """
-        normed = self._input_norm.forward(x, is_prefill)
-        qkv = self._qkv.forward_prefill(normed) if is_prefill else self._qkv.forward(normed)
+        if is_prefill:
+            qkv = self._qkv.forward_prefill(self._input_norm.forward_prefill(x))
+        else:
+            qkv = self._qkv.forward(self._input_norm.forward(x))
         heads = qkv.view(qkv.shape[0], -1, self._head_dim)
         rotated = heads.narrow(1, 0, self._rotated_heads)
         if self._head_norm is not None:
-            normed = rms_norm(rotated, None, self._eps) if is_prefill else rms_norm_rows(rotated, None, self._eps)
+            normed = self._bare_norm.forward_prefill(rotated) if is_prefill else self._bare_norm.forward(rotated)
             rotated = normed.mul_(self._head_norm)
-        rotated = rotate(rotated, cos, sin)
+        rotated = self._rotate(rotated, cos, sin)
         q = rotated.narrow(1, 0, self._q_heads)
         k = rotated.narrow(1, self._q_heads, self._kv_heads)
         v = heads.narrow(1, self._rotated_heads, self._kv_heads)
@@ -240,22 +238,22 @@ class DecoderLayer:
         """Output projection and MLP; x [num_tokens, hidden_size] is updated in place."""
         if is_prefill:
             x.add_(self._o.forward_prefill(attended))
-            x.add_(self._down.forward_prefill(self._gate_prefill(self._mlp_norm.forward(x, True))))
+            x.add_(self._down.forward_prefill(self._gate_prefill(self._mlp_norm.forward_prefill(x))))
         else:
             x.add_(self._o.forward(attended))
-            gate_up = self._gate_up.forward(self._mlp_norm.forward(x, False))
-            x.add_(self._down.forward(silu_multiply(gate_up)))
+            gate_up = self._gate_up.forward(self._mlp_norm.forward(x))
+            x.add_(self._down.forward(self._silu_multiply(gate_up)))
 
     def _gate_prefill(self, x: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up for the rows of a prefill chunk, in the fused form where weights and library allow it."""
         whole = getattr(self._gate_up, "whole_weight", None) if x.shape[0] >= PREFILL_ROWS else None
         if whole is not None and self._can_fuse_gate:
             return gated_linear(x, whole)
-        return silu_multiply(self._gate_up.forward_prefill(x))
+        return self._gate.forward_prefill(self._gate_up.forward_prefill(x))
 
     def free(self) -> None:
-        for linear in self._linears:
-            linear.free()
+        for operator in (*self._linears, self._input_norm, self._mlp_norm, self._bare_norm, self._rotary, self._gate):
+            operator.free()
 
 
 def _plain(weight: Weight) -> torch.Tensor:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+
+from qsa.kernels.registry import Operator
 
 SCORES = 1 << 20  # token scores held at once
 
 
-class Summary(ABC):
+class Summary(Operator, ABC):
     """Summaries of some layers (numbered from 0). `store` arguments are the whole pool, uint8 [num_chunks, chunk bytes].
 
     Attributes:
@@ -24,8 +27,12 @@ class Summary(ABC):
 
     dtype: torch.dtype
 
-    def __init__(self, num_kv_heads: int, head_dim: int, slice_size: int, slice_bytes: int) -> None:
+    def _set_sizes(self, num_kv_heads: int, head_dim: int, slice_size: int, slice_bytes: int) -> None:
         self.num_kv_heads, self.head_dim, self.slice_size, self.slice_bytes = num_kv_heads, head_dim, slice_size, slice_bytes
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The same as `scan`."""
+        return self.scan(*args, **kwargs)
 
     @abstractmethod
     def summarise(self, layer: int, keys: torch.Tensor) -> torch.Tensor:

@@ -6,12 +6,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from qsa.errors import CheckpointError
+from qsa.kernels.registry import register
 from qsa.kernels.summaries.base import Summary, join, mask_tokens, quantise_rows
 
 FORMAT = "qsa.code.v1"
@@ -76,8 +78,12 @@ class CodeSummary(Summary):
 
     dtype = torch.int8
 
-    def __init__(self, num_kv_heads: int, head_dim: int, slice_size: int, calibration: CodeCalibration) -> None:
-        super().__init__(num_kv_heads, head_dim, slice_size, slice_size * calibration.code_dim)
+    def init(  # type: ignore[override]
+        self, *, num_kv_heads: int, head_dim: int, slice_size: int, calibration: CodeCalibration | None = None, **sizes: Any
+    ) -> None:
+        if calibration is None:
+            raise ValueError("sparse.summary is code, but no calibration was given: run `qsa calibrate` or use sketch")
+        self._set_sizes(num_kv_heads, head_dim, slice_size, slice_size * calibration.code_dim)
         width = num_kv_heads * head_dim
         if calibration.project.shape[1] != width:
             raise ValueError(
@@ -105,3 +111,9 @@ class CodeSummary(Summary):
             scores = torch._int_mm(numbers, part.view(-1, self.code_dim).t())
             best.append(mask_tokens(scores, first - base, last - base, self.slice_size).amax(-1))
         return (join(best) * scale.mul_(sm_scale)).view(num_kv_heads, num_rows, -1)
+
+    def free(self) -> None:
+        self._project = self._bias = self._query = torch.empty(0)
+
+
+register("code_summary", "torch", CodeSummary)

@@ -1,37 +1,34 @@
-"""Which class a `summary` setting names, and how many bytes it takes."""
+"""Which operator a `summary` setting names, and how many bytes it takes."""
 
 from __future__ import annotations
 
+from qsa.kernels.registry import get_operator
 from qsa.kernels.summaries.base import Summary
-from qsa.kernels.summaries.code import CodeCalibration, CodeSummary
-from qsa.kernels.summaries.mean import MeanSummary
-from qsa.kernels.summaries.minmax import MinMaxSummary
-from qsa.kernels.summaries.sketch import SketchSummary
-
-PLAIN: dict[str, type[MeanSummary] | type[MinMaxSummary] | type[SketchSummary]] = {
-    "mean": MeanSummary,
-    "minmax": MinMaxSummary,
-    "sketch": SketchSummary,
-}
+from qsa.kernels.summaries.code import CodeCalibration
 
 
-def make_summary(name: str, num_kv_heads: int, head_dim: int, slice_size: int, calibration: CodeCalibration | None) -> Summary:
-    """The summary of that name.
+def make_summary(
+    name: str,
+    num_kv_heads: int,
+    head_dim: int,
+    slice_size: int,
+    calibration: CodeCalibration | None,
+    backend: str = "torch",
+) -> Summary:
+    """The summary of that name, set up.
 
     Raises:
         ValueError: `code` without a calibration, or one of another model.
     """
-    if name != "code":
-        return PLAIN[name](num_kv_heads, head_dim, slice_size)
-    if calibration is None:
-        raise ValueError("sparse.summary is code, but no calibration was given: run `qsa calibrate` or use sketch")
-    return CodeSummary(num_kv_heads, head_dim, slice_size, calibration)
+    summary: Summary = get_operator(f"{name}_summary", backend)
+    summary.init(num_kv_heads=num_kv_heads, head_dim=head_dim, slice_size=slice_size, calibration=calibration)
+    return summary
 
 
 def summary_slice_bytes(name: str, num_kv_heads: int, head_dim: int, slice_size: int, code_dim: int | None) -> int:
     """Bytes that summarise one slice in one layer. code_dim: bytes of a token's code, needed for `code` alone."""
     if name != "code":
-        return PLAIN[name](num_kv_heads, head_dim, slice_size).slice_bytes
+        return make_summary(name, num_kv_heads, head_dim, slice_size, None).slice_bytes
     if code_dim is None:
         raise ValueError("sparse.summary is code, but the code_dim of a calibration was not given")
     return slice_size * code_dim

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from qsa.kernels.registry import register
 from qsa.kernels.summaries.base import Summary, group_blocks, join
 
 
@@ -14,8 +16,10 @@ class MeanSummary(Summary):
 
     dtype = torch.float32
 
-    def __init__(self, num_kv_heads: int, head_dim: int, slice_size: int) -> None:
-        super().__init__(num_kv_heads, head_dim, slice_size, 4 * num_kv_heads * head_dim)
+    def init(  # type: ignore[override]
+        self, *, num_kv_heads: int, head_dim: int, slice_size: int, **sizes: Any
+    ) -> None:
+        self._set_sizes(num_kv_heads, head_dim, slice_size, 4 * num_kv_heads * head_dim)
 
     def summarise(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
         return keys.float().mean(2).transpose(0, 1).flatten(1)
@@ -37,3 +41,6 @@ class MeanSummary(Summary):
         count = known.sum(-1)
         mean = blocks.masked_fill(~known, 0.0).sum(-1) / count
         return mean.masked_fill(count == 0, -torch.inf)
+
+
+register("mean_summary", "torch", MeanSummary)

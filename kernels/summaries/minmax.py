@@ -6,9 +6,11 @@ Source: Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from qsa.kernels.registry import register
 from qsa.kernels.summaries.base import Summary, join
 
 
@@ -17,8 +19,10 @@ class MinMaxSummary(Summary):
 
     dtype = torch.float32
 
-    def __init__(self, num_kv_heads: int, head_dim: int, slice_size: int) -> None:
-        super().__init__(num_kv_heads, head_dim, slice_size, 2 * 4 * num_kv_heads * head_dim)
+    def init(  # type: ignore[override]
+        self, *, num_kv_heads: int, head_dim: int, slice_size: int, **sizes: Any
+    ) -> None:
+        self._set_sizes(num_kv_heads, head_dim, slice_size, 2 * 4 * num_kv_heads * head_dim)
 
     def summarise(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
         bounds = torch.cat((keys.amin(2), keys.amax(2)), -1)  # [num_kv_heads, num_slices, 2 * head_dim]
@@ -35,3 +39,6 @@ class MinMaxSummary(Summary):
             per_head = bounds.unflatten(1, (self.num_kv_heads, 2 * self.head_dim)).permute(1, 2, 0)
             parts.append(torch.bmm(signed, per_head))
         return join(parts)
+
+
+register("minmax_summary", "torch", MinMaxSummary)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from qsa.kernels.registry import register
 from qsa.kernels.summaries.base import Summary, group_blocks, join, mask_tokens, quantise_rows
 
 ZERO = 8  # added to every number, -7 .. 7, so that it fits four bits
@@ -20,10 +22,12 @@ class SketchSummary(Summary):
 
     dtype = torch.uint8
 
-    def __init__(self, num_kv_heads: int, head_dim: int, slice_size: int) -> None:
+    def init(  # type: ignore[override]
+        self, *, num_kv_heads: int, head_dim: int, slice_size: int, **sizes: Any
+    ) -> None:
         if head_dim % 2:
             raise ValueError(f"sketch needs an even head_dim, got {head_dim}")
-        super().__init__(num_kv_heads, head_dim, slice_size, num_kv_heads * slice_size * (head_dim // 2 + 2))
+        self._set_sizes(num_kv_heads, head_dim, slice_size, num_kv_heads * slice_size * (head_dim // 2 + 2))
         self._packed_bytes = num_kv_heads * slice_size * head_dim // 2
 
     def summarise(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
@@ -64,3 +68,6 @@ class SketchSummary(Summary):
 
     def block_scores(self, slice_scores: torch.Tensor, slices_per_block: int) -> torch.Tensor:
         return torch.logsumexp(group_blocks(slice_scores, slices_per_block), -1)
+
+
+register("sketch_summary", "torch", SketchSummary)

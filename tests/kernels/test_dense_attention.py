@@ -8,6 +8,7 @@ from oracle import assert_matches_oracle
 from paged_kv import make_sequence
 
 from qsa.kernels.dense_attention import dense_decode, dense_prefill, gather_tokens
+from qsa.kernels.dense_attention_ref import dense_attention_ref
 
 SHAPES = [  # num_q_heads, num_kv_heads, head_dim, seq_len
     (1, 1, 64, 1),  # smallest
@@ -15,16 +16,6 @@ SHAPES = [  # num_q_heads, num_kv_heads, head_dim, seq_len
     (7, 1, 80, 1025),  # head_dim is not a power of two
     (4, 4, 128, 600),  # no groups
 ]
-
-
-def attention_ref(q, k, v, sm_scale, first):
-    """q [num_tokens, num_q_heads, head_dim] at positions first ..; k, v [num_kv_heads, seq_len, head_dim]."""
-    num_tokens, num_q_heads, _ = q.shape
-    group = num_q_heads // len(k)
-    scores = torch.einsum("thd,hsd->hts", q, k.repeat_interleave(group, 0)) * sm_scale
-    hidden = torch.arange(k.shape[1]) > (first + torch.arange(num_tokens)).unsqueeze(1)
-    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
-    return torch.einsum("hts,hsd->thd", weights, v.repeat_interleave(group, 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -37,8 +28,8 @@ def test_dense_decode(num_q_heads, num_kv_heads, head_dim, seq_len, dtype):
 
     got = dense_decode(q[0], seq.pages, seq.chunks, seq_len, sm_scale)
 
-    oracle = attention_ref(q.double(), seq.k.double(), seq.v.double(), sm_scale, seq_len - 1)[0]
-    assert_matches_oracle("out", got, oracle, attention_ref(q, seq.k, seq.v, sm_scale, seq_len - 1)[0])
+    oracle = dense_attention_ref(q.double(), seq.k.double(), seq.v.double(), sm_scale, seq_len - 1)[0]
+    assert_matches_oracle("out", got, oracle, dense_attention_ref(q, seq.k, seq.v, sm_scale, seq_len - 1)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -56,5 +47,5 @@ def test_dense_prefill(num_q_heads, num_kv_heads, head_dim, seq_len, num_tokens,
 
     assert torch.equal(k, seq.k) and torch.equal(v, seq.v)
     first = seq_len - num_tokens
-    oracle = attention_ref(q.double(), seq.k.double(), seq.v.double(), sm_scale, first)
-    assert_matches_oracle("out", got, oracle, attention_ref(q, seq.k, seq.v, sm_scale, first))
+    oracle = dense_attention_ref(q.double(), seq.k.double(), seq.v.double(), sm_scale, first)
+    assert_matches_oracle("out", got, oracle, dense_attention_ref(q, seq.k, seq.v, sm_scale, first))

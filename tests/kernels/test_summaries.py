@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qsa.errors import CheckpointError
-from qsa.kernels.summaries.code import CodeCalibration, CodeSummary, load_calibration, save_calibration
+from qsa.kernels.summaries.code import CodeCalibration, load_calibration, save_calibration
 from qsa.kernels.summaries.make import make_summary, summary_slice_bytes
 from qsa.memory.layout import CHUNK_BYTES, SummaryLayout
 
@@ -96,7 +96,7 @@ def test_token_summaries_leave_sink_and_window_out(name, first, last_cut):
     if name == "sketch":
         summary, store, chunks = filled(name, 3, 64, 64, keys, 5)
     else:  # all directions kept: only the rounding to int8 is left
-        summary = CodeSummary(3, 64, 64, calibration_of(192, 192))
+        summary = make_summary("code", 3, 64, 64, calibration_of(192, 192))
         store, chunks = torch.zeros(2, CHUNK_BYTES, dtype=torch.uint8), [1]
         summary.update(1, store, keys, torch.ones(12, dtype=torch.int64), torch.arange(12))
     exact = torch.einsum("hgd,hnsd->hgns", q, keys).flatten(2) * 0.125
@@ -173,6 +173,6 @@ def test_calibration_file(tmp_path):
     with pytest.raises(CheckpointError, match="cannot read calibration file"):
         load_calibration(path, 0, 1)
     with pytest.raises(ValueError, match="run `qsa calibrate` for this model"):
-        CodeSummary(3, 64, 64, calibration)
+        make_summary("code", 3, 64, 64, calibration)
     with pytest.raises(ValueError, match="no calibration was given"):
         make_summary("code", 3, 64, 64, None)
