@@ -168,6 +168,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="threads of llama.cpp")
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--context", nargs="+", choices=list(LENGTHS), default=list(LENGTHS), help="128 is always among them")
+    parser.add_argument("--no-peer", action="store_true", help="only our own figures")
     parser.add_argument("--dry", action="store_true", help="print, but leave the CSV and the summary as they are")
     args = parser.parse_args()
     args.context = sorted({"128", *args.context}, key=list(LENGTHS).index)
@@ -181,7 +182,7 @@ def main() -> None:
     cases = prompts(config, args.context, args.repeat)
     with Child("benchmarks.stage_pace", json.dumps(config.model_dump(mode="json"))) as model:
         stage = [model.ask(prompt=cases["128"][run], num_tokens=args.tokens)["decode_ms"] for run in range(args.repeat)]
-    peer = find_peer(config, args.threads)
+    peer = None if args.no_peer else find_peer(config, args.threads)
     try:
         with running_server(config) as url:
             rows = asyncio.run(compare(url, peer, args, cases))
