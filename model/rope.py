@@ -58,8 +58,8 @@ class RopeSpec:
             raise UnsupportedModelError(f"rope kind {self.kind!r} is not supported; supported: {', '.join(KINDS)}")
         if self.head_dim <= 0 or self.head_dim % 2:
             raise UnsupportedModelError(f"head_dim must be even and positive for rotary embeddings, found {self.head_dim}")
-        if not self.theta > 0 or not self.factor > 0:
-            raise CheckpointError(f"rope theta and factor must be positive, found {self.theta} and {self.factor}")
+        if not self.theta > 1 or not self.factor > 0:
+            raise CheckpointError(f"rope theta must be above 1 and factor positive, found {self.theta} and {self.factor}")
         if self.kind in ("dynamic", "yarn", "llama3", "longrope") and self.original_max_len <= 0:
             raise CheckpointError(f"rope kind {self.kind} needs original_max_position_embeddings")
         for name in ("short_factor", "long_factor", "freq_factors"):

@@ -7,11 +7,12 @@ cannot do (another activation, experts, an unknown architecture) is refused by n
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from qsa.errors import CheckpointError, UnsupportedModelError
+from qsa.errors import CheckpointError, QSAError, UnsupportedModelError
 from qsa.model.rope import RopeSpec
 
 HF_ARCHITECTURES = {
@@ -21,6 +22,17 @@ HF_ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
 }
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+
+@contextmanager
+def _wrong_values_named() -> Iterator[None]:
+    """Text where a number should be, a list where a mapping should be: CheckpointError instead of Python's own errors."""
+    try:
+        yield
+    except QSAError:
+        raise
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError) as error:
+        raise CheckpointError(f"the model's configuration has a value of a wrong kind: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -61,6 +73,8 @@ class ModelSpec:
         ):
             if getattr(self, field) <= 0:
                 raise CheckpointError(f"{field} must be positive, found {getattr(self, field)}")
+        if self.sliding_window is not None and self.sliding_window <= 0:
+            raise CheckpointError(f"sliding_window must be positive, found {self.sliding_window}")
         if self.num_q_heads % self.num_kv_heads:
             raise CheckpointError(f"num_q_heads ({self.num_q_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
 
@@ -75,6 +89,7 @@ class ModelSpec:
         return float(self.head_dim**-0.5)
 
     @classmethod
+    @_wrong_values_named()
     def from_hf(cls, config: Mapping[str, Any], name: str = "") -> ModelSpec:
         """Read a config.json.
 
@@ -130,6 +145,7 @@ class ModelSpec:
         )
 
     @classmethod
+    @_wrong_values_named()
     def from_gguf(
         cls,
         fields: Mapping[str, Any],

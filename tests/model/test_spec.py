@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
@@ -183,3 +185,38 @@ def test_gguf_models_that_are_refused(fields, words):
 def test_gguf_required_keys_are_named():
     with pytest.raises(CheckpointError, match=r"'llama\.block_count'"):
         ModelSpec.from_gguf({key: value for key, value in GGUF.items() if key != "llama.block_count"}, {})
+
+
+WRONG = [None, 0, -1, "x", [], {}, 1.5, True, [1, 2]]
+
+
+@pytest.mark.parametrize(
+    "key", [*LLAMA, "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "eos_token_id", "layer_types"]
+)
+@pytest.mark.parametrize("value", WRONG, ids=repr)
+def test_a_wrong_value_in_a_config_is_no_python_error(key, value):
+    with suppress(CheckpointError, UnsupportedModelError):
+        ModelSpec.from_hf(LLAMA | {key: value})
+
+
+@pytest.mark.parametrize(
+    "key", [*GGUF, "llama.attention.key_length", "llama.rope.freq_base", "llama.attention.sliding_window", "llama.vocab_size"]
+)
+@pytest.mark.parametrize("value", WRONG, ids=repr)
+def test_a_wrong_value_in_gguf_metadata_is_no_python_error(key, value):
+    with suppress(CheckpointError, UnsupportedModelError):
+        ModelSpec.from_gguf(GGUF | {key: value}, {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_attention_heads": 0}, "wrong kind"),
+        ({"rms_norm_eps": "x"}, "wrong kind.*'x'"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window must be positive"),
+        ({"rope_theta": 1.0}, "theta must be above 1"),
+    ],
+)
+def test_wrong_values_are_named(changes, words):
+    with pytest.raises(CheckpointError, match=words):
+        ModelSpec.from_hf(LLAMA | changes)
