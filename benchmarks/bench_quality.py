@@ -9,10 +9,12 @@ the summary. Texts are fetched by benchmarks.quality_texts. Two cores: about an 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import multiprocessing
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +37,17 @@ from benchmarks.quality_configs import (
 from benchmarks.quality_stage import DENSE, QualityStage, Scores
 from benchmarks.quality_texts import TEXTS, read_text
 from benchmarks.summary import Line, record, show
-from benchmarks.timing import write_csv
+from benchmarks.timing import ROOT, write_csv
 from qsa.kernels.summaries.code import load_calibration
 from qsa.kernels.summaries.make import summary_slice_bytes
 from qsa.model.checkpoint.load import open_checkpoint, resolve_model
 
 FULL = {"4k": 4096, "8k": 8192}
+DONE = ROOT / ".cache" / "quality"  # rows of finished tasks
 ROOM = 128  # tokens of a probe at most; a context of 8K is that much shorter, since the model ends there
 CONTINUED = ("rcu", "handbook", "alice29", "asyoulik", "lcet10")
 TWO = ("rcu", "alice29")  # the two texts of the small geometry's bar
-FILLERS = ("alice29", "handbook")
-COPIED = ("rcu", "handbook", "alice29", "lcet10")
+COPIED = ("rcu", "handbook", "alice29")
 PREFILLED = ("rcu", "alice29", "lcet10")
 KEYS = (8, 12, 16)
 PREFILL_CHUNK = 256
@@ -67,9 +69,9 @@ def all_tasks() -> list[Task]:
     for geometry in (*GEOMETRIES, "curve"):
         tasks += [Task("continuation", text, "8k", geometry) for text in (CONTINUED if geometry != "curve" else TWO)]
         for context in FULL if geometry != "curve" else ("8k",):
-            fillers = FILLERS if geometry != "curve" else FILLERS[:1]
-            tasks += [Task("lookup", text, context, geometry, keys) for text in fillers for keys in KEYS]
+            tasks += [Task("lookup", "alice29", context, geometry, keys) for keys in KEYS]
             if geometry != "curve":
+                tasks += [Task("lookup", "handbook", context, geometry, KEYS[1])]
                 tasks += [Task("copy", text, context, geometry) for text in COPIED]
         if geometry != "curve":
             tasks += [Task("passkey", "alice29", "4k", geometry)]
@@ -93,17 +95,27 @@ def documents(task: Task, token_ids: list[int], encode: protocols.Encode) -> lis
     raise ValueError(f"no protocol {task.protocol!r}")
 
 
+def fingerprint() -> str:
+    """What decides the figures: the attention, the model's code and calibration, and the protocols."""
+    patterns = ("kernels/*.py", "kernels/summaries/*.py", "model/*.py", "model/data/*", "benchmarks/quality_*.py")
+    files = sorted(path for pattern in patterns for path in ROOT.glob(pattern) if "triton" not in path.name)
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
+
+
 def run_task(job: tuple[Task, Path, Path, int]) -> list[dict[str, Any]]:
-    """Rows of the CSV, one a configuration."""
+    """Rows of the CSV, one a configuration; kept in a file, so that a run that was stopped goes on where it was."""
     task, texts, calibration, threads = job
+    kept = DONE / f"{'-'.join(map(str, astuple(task)))}-{fingerprint()}.json"
+    if kept.is_file():
+        return list(json.loads(kept.read_text()))
     torch.set_num_threads(threads)
     begin = time.perf_counter()
     checkpoint = open_checkpoint("default")
     spec, tokenizer = checkpoint.spec, checkpoint.tokenizer()
     scan_every = load_calibration(calibration, 0, 1).scan_every
     configs = curve() if task.geometry == "curve" else variants(task.geometry, scan_every)
-    if task.protocol == "prefill":
-        configs = {name: config for name, config in configs.items() if name in (DEFAULT, "sketch", "mean")}
+    wanted = {"prefill": (DEFAULT, "mean"), "copy": (DEFAULT, THIRD, *CONTROLS), "passkey": (DEFAULT, THIRD, *CONTROLS)}
+    configs = {name: config for name, config in configs.items() if name in wanted.get(task.protocol, configs)}
     token_ids = tokenizer.encode(read_text(task.text, texts))
     stage = QualityStage(checkpoint, configs, calibration, min(FULL[task.context] + ROOM, spec.max_model_len))
     totals: dict[str, Scores] = {}
@@ -129,6 +141,8 @@ def run_task(job: tuple[Task, Path, Path, int]) -> list[dict[str, Any]]:
         row |= {"accuracy": scores.accuracy, "kl": scores.mean_kl, "agreement": scores.agreement}
         row["perplexity"] = scores.perplexity
         rows.append(row)
+    DONE.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps(rows))
     print(
         f"{task.protocol} {task.text} {task.context} {task.geometry} {task.keys or ''}: {time.perf_counter() - begin:.0f} s",
         flush=True,
@@ -152,6 +166,13 @@ class Table:
         """Sum of `right` or `same` over all scored tokens."""
         found = self.pick(**wanted)
         return sum(row[column] for row in found) / sum(row["tokens"] for row in found)
+
+    def cell(self, **wanted: object) -> str:
+        """Share of scored tokens foretold, or nothing where it was not measured."""
+        try:
+            return f"{self.share('right', **wanted):5.3f}"
+        except LookupError:
+            return "     "
 
     def mean(self, column: str, texts: Iterable[str], **wanted: object) -> float:
         found = [self.pick(text=text, **wanted)[0][column] for text in texts]
@@ -213,36 +234,37 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[Line]:
 
 
 def show_table(rows: Sequence[dict[str, Any]], geometry: str) -> None:
-    """One line a configuration, as in design tables: cost first, then what it does to each protocol."""
+    """One line a configuration: cost first, then what it does to each protocol."""
     table = Table(rows)
     names = list(dict.fromkeys(row["config"] for row in table.pick(geometry=geometry, protocol="continuation")))
     print(f"\n{geometry}: sink + slices + window = {GEOMETRIES[geometry].token_budget} tokens attended")
-    print(f"{'':28} bytes scans    KL {'worst':>6} agree    ppl | lookup 4k    8k | copy 4k    8k | passkey")
+    print(f"{'':34} bytes scans    KL  worst agree    ppl | lookup 4k    8k | copy 4k    8k | passkey")
     for name in names:
         cont: dict[str, Any] = {"protocol": "continuation", "geometry": geometry, "config": name}
-        rest: dict[str, Any] = {"geometry": geometry, "config": name}
         row = table.pick(**cont)[0]
-        found = [table.share("right", protocol=p, context=c, **rest) for p in ("lookup", "copy") for c in ("4k", "8k")]
+        found = " ".join(
+            table.cell(protocol=p, context=c, geometry=geometry, config=name)
+            for p, c in (("lookup", "4k"), ("lookup", "8k"), ("copy", "4k"), ("copy", "8k"), ("passkey", "4k"))
+        )
         print(
-            f"{name + (' (control)' if name in CONTROLS else ''):28} {row['summary_bytes']:5.1f} {row['scans']:5.2f}"
+            f"{name + (' (control)' if name in CONTROLS else ''):34} {row['summary_bytes']:5.1f} {row['scans']:5.2f}"
             f" {table.mean('kl', CONTINUED, **cont):6.4f} {table.worst('kl', CONTINUED, **cont):6.4f}"
-            f" {table.mean('agreement', CONTINUED, **cont):5.3f} {table.perplexity_ratio(CONTINUED, **cont) - 1:+6.1%} |"
-            f"     {found[0]:5.3f} {found[1]:5.3f} |   {found[2]:5.3f} {found[3]:5.3f} |"
-            f" {sum(r['right'] for r in table.pick(protocol='passkey', **rest))}/20"
+            f" {table.mean('agreement', CONTINUED, **cont):5.3f} {table.perplexity_ratio(CONTINUED, **cont) - 1:+6.1%}"
+            f" | {found}"
         )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=Path, default=TEXTS, help="where the texts are kept")
-    parser.add_argument("--only", default="", help="protocols, comma-separated; nothing is recorded then")
+    parser.add_argument("--only", default="", help="protocols or geometries, comma-separated; nothing is recorded then")
     parser.add_argument("--jobs", type=int, default=1, help="processes (1); each takes up to 4 GiB")
     parser.add_argument("--threads", type=int, default=2, help="threads of each process (2)")
     args = parser.parse_args()
     model = resolve_model("default")
     calibration = Path(__file__).resolve().parent.parent / "model" / "data" / f"{model.name}.code.safetensors"
-    wanted = args.only.split(",") if args.only else []
-    tasks = [task for task in all_tasks() if not wanted or task.protocol in wanted]
+    wanted = [part for part in args.only.split(",") if part]
+    tasks = [task for task in all_tasks() if not wanted or {task.protocol, task.geometry} & set(wanted)]
     jobs = [(task, args.texts, calibration, args.threads) for task in tasks]
     if args.jobs > 1:
         with multiprocessing.get_context("spawn").Pool(args.jobs, maxtasksperchild=1) as pool:

@@ -24,17 +24,11 @@ BUDGETS = (4, 8, 16, 32, 48)  # slices of 64 tokens for the curve of accuracy ov
 def variants(geometry: str, scan_every: tuple[int, ...] | None) -> dict[str, SparseConfig]:
     """Everything that is compared in one geometry, by name, controls last."""
     base = GEOMETRIES[geometry]
-    found = {DEFAULT: base}
-    if scan_every is not None:
-        found[THIRD] = replace(base, reselect_every=scan_every)
+    found = {DEFAULT: base, THIRD: replace(base, reselect_every=scan_every or 4)}
     found |= {
-        "code, every 4th step": replace(base, reselect_every=4),
         "code, one list a layer": replace(base, list_per="layer"),
         "code, half the blocks": replace(base, propose="blocks", top_k_coarse=4),
-        "code, no rerank": replace(base, rerank="none"),
         "sketch": replace(base, summary="sketch"),
-        "sketch, no rerank": replace(base, summary="sketch", rerank="none"),
-        "minmax": replace(base, summary="minmax"),
         "minmax, no rerank": replace(base, summary="minmax", rerank="none"),
         "mean": replace(base, summary="mean"),
     }
