@@ -6,6 +6,7 @@ whose predicted need fits beside the predicted need of everything that runs; the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,12 +18,22 @@ MAX_BYPASS = 16  # younger requests that may pass a blocked one
 LOOKAHEAD = 8  # blocked requests that one look at the queue steps over
 AGEING_S = 10.0  # waiting this long counts like one priority more
 
+_LARGEST = sys.float_info.max
+SAMPLING_RANGES = {  # smallest and largest value
+    "temperature": (0.0, _LARGEST),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (sys.float_info.min, _LARGEST),
+    "presence_penalty": (-_LARGEST, _LARGEST),
+    "frequency_penalty": (-_LARGEST, _LARGEST),
+}
+
 
 def check_request(request: Request, max_model_len: int, meter: ChunkMeter) -> None:
     """Refuse what can never be answered.
 
     Raises:
-        RequestError:       an empty prompt, max_tokens below 1, an unknown sparse id.
+        RequestError:       an empty prompt, max_tokens below 1, an unknown sparse id, a sampling parameter out of its range.
         ContextLengthError: prompt and max_tokens together exceed the model's context.
         CapacityError:      some stage's pool is smaller than the request at its final length.
     """
@@ -31,6 +42,10 @@ def check_request(request: Request, max_model_len: int, meter: ChunkMeter) -> No
         raise RequestError("the prompt has no tokens; send at least one", param="prompt")
     if max_tokens < 1:
         raise RequestError(f"max_tokens must be at least 1, got {max_tokens}", param="max_tokens")
+    for name, (least, most) in SAMPLING_RANGES.items():
+        value = getattr(request.sampling, name)
+        if not least <= value <= most:  # also NaN, which would fail everybody's step, not only this request's
+            raise RequestError(f"{name} must lie between {least:g} and {most:g}, got {value}", param=name)
     if request.sparse_id not in meter.sparse_ids:
         known = ", ".join(map(str, meter.sparse_ids))
         raise RequestError(f"sparse_id is {request.sparse_id}, but this server has {known}", param="sparse_id")

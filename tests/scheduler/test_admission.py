@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,6 +47,29 @@ def test_wrong_requests_name_the_field(request_, param, text):
     with pytest.raises(RequestError, match=text) as caught:
         check_request(request_, 400, METER)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("temperature", -1.0), ("temperature", math.nan), ("temperature", math.inf), ("top_p", 1.1), ("top_p", math.nan)),
+        *(("min_p", 1.5), ("min_p", -0.1), ("repetition_penalty", 0.0), ("repetition_penalty", math.inf)),
+        *(("presence_penalty", math.nan), ("frequency_penalty", -math.inf)),
+    ],
+)
+def test_sampling_parameters_that_would_fail_a_whole_step_are_refused(name, value):
+    with pytest.raises(RequestError, match=f"{name} must lie between") as caught:
+        check_request(make_request("r", **{name: value}), 400, METER)
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [dict(temperature=0.0, top_p=0.0, min_p=1.0, presence_penalty=-2.0), dict(temperature=1e30, repetition_penalty=0.01)],
+    ids=str,
+)
+def test_extreme_sampling_parameters_are_taken(sampling):
+    check_request(make_request("r", **sampling), 400, METER)
 
 
 def test_what_can_never_fit_is_refused_with_numbers():
