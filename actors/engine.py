@@ -126,7 +126,8 @@ class Engine:
         try:
             call = self._scheduler.submit.remote(self._client_id, request_id, prompt, sampling, sparse_id, priority)
             try:
-                await asyncio.wait_for(_answer(call), ANSWER_S)
+                async with asyncio.timeout(ANSWER_S):  # here and below not wait_for, which may swallow a cancellation
+                    await call
             except Exception as error:
                 raise engine_error(error, "the scheduler") from None
             while not is_over:
@@ -162,7 +163,8 @@ class Engine:
         reason = "the engine is closed" if self._is_closed else self._poller.dead_reason
         if reason is None:
             try:
-                health: Health = await asyncio.wait_for(_answer(self._scheduler.health.remote()), HEALTH_S)
+                async with asyncio.timeout(HEALTH_S):
+                    health: Health = await self._scheduler.health.remote()
                 return health
             except Exception as error:
                 reason = str(engine_error(error, "the scheduler"))
@@ -192,13 +194,10 @@ class Engine:
 
     async def _ask(self, call: Any) -> Any:
         try:
-            return await asyncio.wait_for(_answer(call), ANSWER_S)
+            async with asyncio.timeout(ANSWER_S):
+                return await call
         except Exception as error:
             raise engine_error(error, "the scheduler") from None
-
-
-async def _answer(call: Any) -> Any:
-    return await call
 
 
 def _as_array(prompt_token_ids: Sequence[int]) -> np.ndarray:

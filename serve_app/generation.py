@@ -221,13 +221,13 @@ class Generation:
         self._queue.put_nowait(error)
 
     async def close(self) -> None:
-        """End what still runs. Calling it again does nothing."""
-        pending, self._tasks = set(self._tasks), []
-        while pending:
-            for task in pending:
+        """End what still runs. Calling it again waits for what is left, also when a cancellation cut the first call short."""
+        while self._tasks:
+            for task in self._tasks:
                 task.cancel()
             # again after a while: below, somebody's wait_for may swallow a cancellation
-            _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+            await asyncio.wait(self._tasks, timeout=CANCEL_AGAIN_S)
+            self._tasks = [task for task in self._tasks if not task.done()]
 
     async def _pump(self, state: SequenceState, accepted: asyncio.Future[None]) -> None:
         try:

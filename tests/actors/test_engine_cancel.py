@@ -1,0 +1,58 @@
+"""A request that is cancelled at any moment of its submission is aborted: no cancellation is swallowed."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from qsa.actors.engine import Engine
+from qsa.actors.placement import EngineActors
+from qsa.config import EngineConfig
+from qsa.scheduler.request import SamplingParams
+
+
+class Method:
+    """An actor handle's method; `calls` are its arguments, `answer` what every call returns."""
+
+    def __init__(self, answer) -> None:
+        self.answer, self.calls = answer, []
+
+    def remote(self, *args):
+        self.calls.append(args)
+        return self.answer()
+
+
+def make_engine(submit: Method, abort: Method) -> Engine:
+    never = Method(lambda: None)
+    scheduler = SimpleNamespace(submit=submit, abort=abort, poll=never)
+    checkpoint = SimpleNamespace(spec=SimpleNamespace(name="m"), tokenizer=lambda: None, eos_token_ids=())
+    engine = Engine(EngineConfig(), checkpoint, 100, EngineActors(scheduler, [], None), "test/1")
+    engine._poller._poll = lambda: []
+    return engine
+
+
+@pytest.mark.parametrize("turns", range(7))
+def test_a_cancellation_around_the_answer_to_the_submission_ends_the_request(turns):
+    async def scenario():
+        answer = asyncio.get_running_loop().create_future()
+        abort = Method(lambda: None)
+        engine = make_engine(Method(lambda: answer), abort)
+
+        async def read():
+            async for _ in engine.generate([1, 2], SamplingParams(), request_id="r"):
+                pass
+
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0.01)
+        answer.set_result(None)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        _, pending = await asyncio.wait({task}, timeout=1)
+        engine._poller.fail("over")
+        assert not pending, "the cancellation was swallowed"
+        assert task.cancelled() and [call[0] for call in abort.calls] == ["r"]
+
+    asyncio.run(scenario())
