@@ -132,10 +132,11 @@ class SchedulerActor:
         scheduler = self._alive()
         for ids, param in (
             (prompt, "prompt"),
-            (np.array(sampling.stop_token_ids, dtype=np.int64), "stop_token_ids"),
-            (np.array([token for token, _ in sampling.logit_bias], dtype=np.int64), "logit_bias"),
+            (np.array(sampling.stop_token_ids), "stop_token_ids"),
+            (np.array([token for token, _ in sampling.logit_bias]), "logit_bias"),
         ):
             _check_ids(ids, self._spec.vocab_size, param)
+        _check_travels(request_id, sampling)
         scheduler.add(Request(request_id, tuple(prompt.tolist()), sampling, sparse_id, priority))
         client = self._client(client_id)
         client.seen_at = time.monotonic()
@@ -173,7 +174,8 @@ class SchedulerActor:
         scheduler = self._alive()
         calls = [_answer(stage.stats.options(**CONTROL).remote()) for stage in self._stages]
         try:
-            stages: list[StageStats] = await asyncio.wait_for(asyncio.gather(*calls), STATS_TIMEOUT_S)
+            async with asyncio.timeout(STATS_TIMEOUT_S):
+                stages: list[StageStats] = await asyncio.gather(*calls)
         except TimeoutError:
             raise EngineDeadError(f"a stage has not answered within {STATS_TIMEOUT_S:g} s") from None
         return EngineStats(scheduler.counters(), tuple(stages), time.monotonic() - self._began_at)
@@ -293,6 +295,14 @@ async def _answer(reference: Awaitable[Any]) -> Any:
 def _wake(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
+
+
+def _check_travels(request_id: str, sampling: SamplingParams) -> None:
+    """Refuse what a plan cannot carry to the stages, such as a number of more than 64 bits: the plan has others in it."""
+    try:
+        StepPlan(0, 0, 0, (SequenceStep(request_id, 0, 0, (), is_prefill=False, sampling=sampling),)).to_bytes()
+    except (OverflowError, TypeError, ValueError) as error:
+        raise RequestError(f"the sampling parameters cannot be sent to the stages: {error}", param="sampling") from None
 
 
 def _check_ids(ids: np.ndarray, vocab_size: int, param: str) -> None:

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 SEED_RANGE = 1 << 64
 MAX_STOP = 16
 MAX_TOP_LOGPROBS = 20
+MAX_DIGITS = 20  # of a token id; Python refuses to read thousands
 
 # What would change the answer and this server cannot do: refused unless the value asks for nothing.
 REFUSED = (
@@ -66,7 +67,7 @@ class GenerationFields(BaseModel):
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     seed: int | None = Field(None, ge=-(1 << 63), lt=SEED_RANGE)
     n: int | None = Field(None, ge=1, le=128)
     stop: str | list[str] | None = None
@@ -93,7 +94,7 @@ class GenerationFields(BaseModel):
     @classmethod
     def _bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         for token, bias in (value or {}).items():
-            if not (token.isascii() and token.isdigit()):
+            if not (token.isascii() and token.isdigit() and len(token) <= MAX_DIGITS):
                 raise ValueError(f"keys must be token ids, got {token[:40]!r}")
             if not -100 <= bias <= 100:
                 raise ValueError(f"values must lie in [-100, 100], got {bias} for token {token[:40]}")
@@ -288,7 +289,8 @@ def resolve_options(body: ChatRequest | CompletionRequest, limits: ModelLimits) 
     sparse_id = limits.default_sparse_id if body.sparse_id is None else body.sparse_id
     if sparse_id not in limits.sparse_ids:
         raise bad_request(f"sparse_id {sparse_id} is not registered; there are {sorted(limits.sparse_ids)}", "sparse_id")
-    top_k, top_p = max(body.top_k or 0, 0), 1.0 if body.top_p is None else float(body.top_p)
+    # beyond the vocabulary top_k keeps everything, and a number of any size could not travel to the stages
+    top_k, top_p = min(max(body.top_k or 0, 0), limits.vocab_size), 1.0 if body.top_p is None else float(body.top_p)
     if top_p == 0:
         top_k, top_p = 1, 1.0
     sampling = SamplingParams(

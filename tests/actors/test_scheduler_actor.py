@@ -151,6 +151,8 @@ def test_counters_are_zero_after_the_warm_up():
         ([], {}, "prompt"),
         ([5], {"stop_token_ids": (VOCAB_SIZE + 3,)}, "stop_token_ids"),
         ([5], {"logit_bias": ((-2, 1.0),)}, "logit_bias"),
+        ([5], {"stop_token_ids": (1 << 70,)}, "stop_token_ids"),
+        ([5], {"top_k": 1 << 70}, "sampling"),  # no plan can carry it
     ],
 )
 def test_a_wrong_request_is_refused_before_it_is_scheduled(prompt, sampling, param):

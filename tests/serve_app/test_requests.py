@@ -85,6 +85,7 @@ def test_wrong_messages(server, messages, param):
         ("seed", 1 << 64), ("seed", -(1 << 63) - 1), ("seed", 0.5), ("stop", 5), ("stop", ["a"] * 17), ("stop", ["a", ""]),
         ("stop_token_ids", [99999]), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("logit_bias", {"99999": 1}),
         ("logit_bias", {"a": 1}), ("logit_bias", {"5": 101}), ("logit_bias", {"-5": 1}), ("logit_bias", [1]),
+        ("logit_bias", {"9" * 5000: 1}), ("repetition_penalty", 1e-320),
         ("sparse_id", 77), ("sparse_id", "1"), ("stream", "yes"), ("stream_options", 5), ("top_logprobs", 21),
         ("top_logprobs", 3), ("logprobs", 5), ("max_completion_tokens", 0), ("priority", 5000),
     ],
@@ -154,6 +155,12 @@ def test_everything_reaches_the_engine(serve_api):
 def test_top_k_of_minus_one_and_zero_keep_all(server, top_k):
     assert server.chat(top_k=top_k, top_p=1).status_code == 200
     assert server.engine.calls[0].sampling.top_k == 0
+
+
+def test_top_k_beyond_the_vocabulary_keeps_all_however_large(server):
+    vocab_size = server.engine.tokenizer.vocab_size
+    assert server.chat(top_k=10**30).status_code == 200
+    assert server.engine.calls[0].sampling.top_k == vocab_size
 
 
 def test_top_p_of_zero_keeps_the_most_likely_token(server):
