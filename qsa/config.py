@@ -18,9 +18,9 @@ MIB = 1 << 20
 
 
 class FrozenModel(BaseModel):
-    """Every configuration object: immutable, and a misspelt key is an error."""
+    """Every configuration object: immutable, a misspelt key is an error, and so is a number that is none."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ModelConfig(FrozenModel):
@@ -32,7 +32,7 @@ class ModelConfig(FrozenModel):
     quantization: Literal["auto", "none"] = Field(
         "auto", description="auto: keep the file's low-bit weights packed where a kernel exists; none: dequantise."
     )
-    max_model_len: int | None = Field(None, gt=0, description="Longest sequence in tokens; default: the model's own.")
+    max_model_len: int | None = Field(None, ge=2, description="Longest sequence in tokens; default: the model's own.")
     calibration: str | None = Field(
         None, description="safetensors file of `qsa calibrate`; default: beside the model, then the shipped ones."
     )
@@ -88,7 +88,10 @@ class SparseSettings(FrozenModel):
             )
         if self.reselect_every == "auto":
             values["reselect_every"] = scan_every or 1
-        return SparseConfig(**values)
+        try:
+            return SparseConfig(**values)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
 
 class LimitsConfig(FrozenModel):
@@ -123,6 +126,13 @@ class ServerConfig(FrozenModel):
     keepalive_s: float = Field(5.0, gt=0, description="A silent stream sends an SSE comment this often, in seconds.")
     drain_s: float = Field(30.0, ge=0, description="Longest wait for open streams at shutdown, in seconds.")
     default_max_tokens: int | None = Field(None, gt=0, description="max_tokens of a request without it; default: what fits.")
+
+    @field_validator("api_keys")
+    @classmethod
+    def _no_empty_key(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if any(not key.strip() for key in value):
+            raise ValueError("a key must not be empty: requests without a key would have it")
+        return value
 
 
 def _default_sparse() -> dict[int, SparseSettings]:
@@ -197,9 +207,11 @@ def load_config(path: str | Path | None, overrides: dict[str, Any] | None = None
     values: Any = {}
     if path is not None:
         try:
-            values = yaml.safe_load(Path(path).read_text()) or {}
+            values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
         except OSError as error:
             raise ConfigError(f"cannot read config file {path}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"config file {path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
         except yaml.YAMLError as error:
             raise ConfigError(f"config file {path} is not YAML: {' '.join(str(error).split())}") from None
         if not isinstance(values, dict):

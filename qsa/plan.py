@@ -136,6 +136,7 @@ def plan_memory(
     """
     spec, num_stages = checkpoint.spec, config.pipeline.num_stages
     max_model_len = model_len(spec, config)
+    _check_every_layer(sparse, spec.num_layers)
     layers = layers if layers is not None else stage_layers(spec, config)
     device = planned_device(config)
     kv = kv_layout(checkpoint, resolve_dtype(config.model.kv_dtype, resolve_dtype(config.model.dtype)))
@@ -234,6 +235,14 @@ def sparse_configs(config: EngineConfig, calibration: Path | None) -> tuple[dict
     scan_every = loaded.scan_every if loaded else None
     sparse = {number: entry.resolve(loaded is not None, scan_every) for number, entry in config.sparse.items()}
     return sparse, loaded.code_dim if loaded else None
+
+
+def _check_every_layer(sparse: Mapping[int, SparseConfig], num_layers: int) -> None:
+    try:
+        for entry in sparse.values():
+            entry.scan_interval(num_layers - 1)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 # parts of plan_memory

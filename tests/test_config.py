@@ -157,3 +157,31 @@ def test_a_bad_file_is_named(tmp_path, content, words):
 def test_an_override_below_a_single_value_is_refused():
     with pytest.raises(ConfigError, match="port is a single value"):
         load_config(None, {"server.port": 1, "server.port.x": 2})
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"pipeline": {"start_timeout_s": float("inf")}}, "pipeline.start_timeout_s"),
+        ({"pipeline": {"cpus_per_stage": float("inf")}}, "pipeline.cpus_per_stage"),
+        ({"server": {"api_keys": ["good", ""]}}, "server.api_keys"),
+        ({"model": {"max_model_len": 1}}, "model.max_model_len"),
+    ],
+)
+def test_values_that_would_fail_later_are_refused(values, name):
+    with pytest.raises(ConfigError, match=name):
+        make_config(values)
+
+
+def test_a_file_that_is_not_text_is_named(tmp_path):
+    path = tmp_path / "qsa.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"qsa\.yaml is not UTF-8 text"):
+        load_config(path)
+
+
+@pytest.mark.parametrize("setting", [{"block_size_fine": 7}, {"reselect_every": 0}, {"sink_size": 100}])
+def test_a_sparse_configuration_that_cannot_be_is_a_configuration_error(setting):
+    name = next(iter(setting))
+    with pytest.raises(ConfigError, match=f"sparse.{name}"):
+        make_config({"sparse": {1: setting}}).sparse[1].resolve(calibrated=False, scan_every=None)

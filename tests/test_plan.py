@@ -82,6 +82,12 @@ def test_settings_that_do_not_go_with_the_model_are_named(checkpoint):
         plan(checkpoint, pipeline={"num_stages": 31, "device": "cpu"})
 
 
+def test_a_scan_interval_for_fewer_layers_than_the_model_has(checkpoint):
+    short = {**SPARSE, 1: SparseConfig(summary="sketch", reselect_every=(1, 2))}
+    with pytest.raises(ConfigError, match=r"sparse.reselect_every has 2 entries"):
+        plan_memory(checkpoint, make_config({"pipeline": {"device": "cpu"}}), sparse=short, code_dim=None, available=[16 * GIB])
+
+
 def test_auto_settings_resolve_without_a_calibration():
     sparse, code_dim = sparse_configs(make_config({}), None)
     assert sparse[0].dense and sparse[1].summary == "sketch" and code_dim is None
