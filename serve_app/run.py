@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -12,15 +14,16 @@ import ray
 from ray import serve
 from ray.serve.config import HTTPOptions, ProxyLocation
 
-from qsa.actors.placement import plan_engine, start_local_ray
+from qsa.actors.placement import engine_bundles, plan_engine, start_local_ray
 from qsa.config import EngineConfig
 from qsa.errors import ConfigError, EngineDeadError
 from qsa.model.checkpoint.load import open_checkpoint
-from qsa.serve_app.app import make_app
+from qsa.serve_app.app import REPLICA_CPUS, make_app
 
 APP_NAME = "qsa"
 IDLE_CONNECTION_S = 75  # longer than the pools of HTTP clients keep theirs
 POLL_S = 0.5
+MIN_CPUS = 4
 
 
 def check_port(host: str, port: int) -> None:
@@ -55,6 +58,12 @@ def check_model(config: EngineConfig) -> None:
         plan_engine(config, checkpoint)
     finally:
         checkpoint.close()
+
+
+def cluster_cpus(config: EngineConfig) -> int:
+    """CPUs that a cluster of our own says it has. Never fewer than the actors reserve: Serve would wait for more for ever."""
+    reserved = REPLICA_CPUS + sum(bundle.get("CPU", 0.0) for bundle in engine_bundles(config))
+    return max(MIN_CPUS, len(os.sched_getaffinity(0)), math.ceil(reserved))
 
 
 def start_serving(config: EngineConfig) -> None:
@@ -98,7 +107,7 @@ def serve_blocking(config: EngineConfig, on_ready: Callable[[], None] | None = N
     check_model(config)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
-        start_local_ray()
+        start_local_ray(num_cpus=cluster_cpus(config))
         start_serving(config)
         if on_ready is not None:
             on_ready()

@@ -19,7 +19,7 @@ from ray_cluster import free_ports
 
 from qsa.config import make_config
 from qsa.errors import CheckpointError, ConfigError
-from qsa.serve_app.run import check_port, serve_blocking
+from qsa.serve_app.run import check_port, cluster_cpus, serve_blocking
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTEN = "0A"
@@ -52,6 +52,12 @@ def test_a_model_that_is_not_there_is_told_before_ray_starts(tmp_path):
     with pytest.raises(CheckpointError, match="missing"):
         serve_blocking(make_config({"model": {"path": str(tmp_path / "missing")}, "server": {"port": port}}))
     assert time.monotonic() - began < 5
+
+
+def test_a_cluster_of_our_own_has_room_for_every_stage():
+    config = make_config({"pipeline": {"num_stages": 12, "cpus_per_stage": 40, "device": "cpu"}})
+    assert cluster_cpus(config) >= 12 * 40 + 0.5  # the scheduler and the replica beside them
+    assert cluster_cpus(make_config({"pipeline": {"device": "cpu"}})) >= 4
 
 
 def processes_with(mark: str) -> set[int]:
