@@ -355,7 +355,7 @@ def test_a_server_that_cannot_start_says_why_in_one_line():
 @pytest.mark.ray
 def test_demo_answers_from_the_document_and_leaves_nothing(tmp_path):
     document = tmp_path / "note.txt"
-    document.write_text("A short note\n\nThe ferry to the island leaves at nine in the morning. " * 3)
+    document.write_text("A short note\n\nThe ferry to the island leaves at nine in the morning. " * 60)  # more than one chunk
     command = [sys.executable, "-m", "qsa.cli", "demo", "--file", str(document), "--question", "When does the ferry leave?"]
     child = subprocess.Popen(
         [*command, "--max-tokens", "12"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
