@@ -22,11 +22,12 @@ from qsa.errors import EngineDeadError, RequestError
 from qsa.kernels.registry import SparseConfig
 from qsa.scheduler.growth import StageCapacity
 from qsa.scheduler.plan import SequenceStep, StepPlan, StepResult
-from qsa.scheduler.request import FinishReason, Request, RequestOutput, SamplingParams
+from qsa.scheduler.request import Request, RequestOutput, SamplingParams
 from qsa.scheduler.scheduler import Scheduler
 
 POLL_S = 3.0  # longest silence of a poll; then it returns empty
-LEASE_S = 30.0  # a client that has not polled for so long is gone, and its requests are aborted
+LEASE_S = 30.0  # a client that has not polled for so long is gone, and its requests are aborted,
+FORGET_LEASES = 20  # and after so many times that, it is forgotten
 STATS_TIMEOUT_S = 2.0
 CONTROL = {"concurrency_group": "control"}
 
@@ -151,16 +152,22 @@ class SchedulerActor:
             self._fill()
 
     async def poll(self, client_id: str) -> list[RequestOutput]:
-        """All outputs of the client's requests since its last poll; waits for the first one, at most POLL_S."""
+        """All outputs of the client's requests since its last poll; waits for the first one, at most POLL_S.
+
+        Raises:
+            EngineDeadError: a part has died, and there are no more outputs: it ends every open request.
+        """
         client = self._client(client_id)
         client.seen_at = time.monotonic()
-        if not client.outputs:
+        if not client.outputs and self._dead is None:
             loop = asyncio.get_running_loop()
             waiter = client.waiter = loop.create_future()
             timer = loop.call_later(POLL_S, _wake, waiter)
             await waiter
             timer.cancel()
         outputs, client.outputs = client.outputs, []
+        if not outputs and self._dead is not None:
+            raise EngineDeadError(self._dead)
         return outputs
 
     # statistics
@@ -262,9 +269,11 @@ class SchedulerActor:
             return
         logger.error("the engine is dead: %s", reason)
         self._dead = reason
-        self._deliver(
-            [RequestOutput(request_id, finish_reason=FinishReason.ERROR, error=reason) for request_id in self._owners]
-        )
+        self._owners.clear()
+        for client in self._clients.values():
+            client.request_ids.clear()
+            if client.waiter is not None:
+                _wake(client.waiter)
 
     def _client(self, client_id: str) -> _Client:
         client = self._clients.get(client_id)
@@ -273,14 +282,17 @@ class SchedulerActor:
         return client
 
     async def _watch_leases(self) -> None:
-        """Abort the requests of clients that no longer poll."""
+        """Abort the requests of clients that no longer poll. A client is forgotten later, so that one which was only
+        asleep, and comes back, hears how its requests ended."""
+        lease_s = self._spec.lease_s
         while self._dead is None:
-            await asyncio.sleep(self._spec.lease_s / 4)
+            await asyncio.sleep(lease_s / 4)
             now = time.monotonic()
             for client_id, client in list(self._clients.items()):
-                if now - client.seen_at > self._spec.lease_s:
+                if now - client.seen_at > lease_s:
                     for request_id in list(client.request_ids):
                         await self.abort(request_id)
+                if now - client.seen_at > FORGET_LEASES * lease_s:
                     del self._clients[client_id]
 
     def _ping_of(self, stage: Any) -> Any:
