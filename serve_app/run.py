@@ -7,8 +7,9 @@ import logging
 import math
 import os
 import socket
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import ray
 from ray import serve
@@ -45,6 +46,27 @@ def check_port(host: str, port: int) -> None:
         except OSError as error:
             why = "is taken" if "in use" in str(error).lower() else f"cannot be used ({error.strerror})"
             raise ConfigError(f"server.port {port} on {host} {why}; choose another with --port") from None
+
+
+@contextlib.contextmanager
+def port_claim(port: int) -> Iterator[None]:
+    """Keep the port from another `qsa serve` of this user that starts at the same moment.
+
+    Serve's listeners share a port with each other (SO_REUSEPORT): both servers would come up, and each get a part of the
+    requests. The claim is a name in Linux's abstract socket space, which ends with the process however it ends.
+
+    Raises:
+        ConfigError: another server has it.
+    """
+    with contextlib.ExitStack() as stack:
+        if sys.platform == "linux":
+            claim = stack.enter_context(socket.socket(socket.AF_UNIX))
+            try:
+                claim.bind(f"\0qsa-serve-{os.getuid()}-{port}")
+            except OSError:
+                message = f"server.port {port} is taken by a server that is starting; choose another with --port"
+                raise ConfigError(message) from None
+        yield
 
 
 def check_model(config: EngineConfig) -> None:
@@ -104,20 +126,21 @@ def serve_blocking(config: EngineConfig, on_ready: Callable[[], None] | None = N
         EngineDeadError: the engine did not start, or ended for good; nothing is left running.
     """
     check_port(config.server.host, config.server.port)
-    check_model(config)
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    try:
-        start_local_ray(num_cpus=cluster_cpus(config))
-        start_serving(config)
-        if on_ready is not None:
-            on_ready()
-        while True:
-            time.sleep(POLL_S)
-            _raise_if_failed()
-    finally:
-        if ray.is_initialized():
-            stop_serving()
-            ray.shutdown()
+    with port_claim(config.server.port):
+        check_model(config)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        try:
+            start_local_ray(num_cpus=cluster_cpus(config))
+            start_serving(config)
+            if on_ready is not None:
+                on_ready()
+            while True:
+                time.sleep(POLL_S)
+                _raise_if_failed()
+        finally:
+            if ray.is_initialized():
+                stop_serving()
+                ray.shutdown()
 
 
 def _raise_if_failed() -> None:

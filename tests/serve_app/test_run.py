@@ -19,7 +19,7 @@ from ray_cluster import free_ports
 
 from qsa.config import make_config
 from qsa.errors import CheckpointError, ConfigError
-from qsa.serve_app.run import check_port, cluster_cpus, serve_blocking
+from qsa.serve_app.run import check_port, cluster_cpus, port_claim, serve_blocking
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTEN = "0A"
@@ -30,6 +30,16 @@ def test_a_port_that_is_taken_is_one_clear_error():
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"server\.port {port} on 127\.0\.0\.1 is taken"):
             serve_blocking(make_config({"server": {"port": port}}))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the claim is Linux's")
+def test_two_servers_that_start_at_once_do_not_share_a_port(monkeypatch):
+    (port,) = free_ports(1)
+    monkeypatch.setattr("qsa.serve_app.run.check_model", lambda config: pytest.fail("it went on to start"))
+    with port_claim(port), pytest.raises(ConfigError, match=rf"server\.port {port} is taken"):  # nobody listens there yet
+        serve_blocking(make_config({"server": {"port": port}}))
+    with port_claim(port):
+        pass
 
 
 def test_a_port_that_was_just_given_back_is_free():
