@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def assert_matches_oracle(
-    name: str, got: torch.Tensor, oracle: torch.Tensor, peer: torch.Tensor, factor: float = 2.0
-) -> None:
+def assert_matches_oracle(name: str, got: torch.Tensor, oracle: torch.Tensor, peer: torch.Tensor, factor: float = 2.0) -> None:
     """Fail when `got` is more than `factor` times as far from the oracle as `peer`.
 
     oracle: the reference on float64 inputs.   peer: the reference in the dtype under test.
