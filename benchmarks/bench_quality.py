@@ -69,7 +69,9 @@ def all_tasks() -> list[Task]:
     for geometry in (*GEOMETRIES, "curve"):
         tasks += [Task("continuation", text, "8k", geometry) for text in (CONTINUED if geometry != "curve" else TWO)]
         for context in FULL if geometry != "curve" else ("8k",):
-            tasks += [Task("lookup", "alice29", context, geometry, keys) for keys in KEYS]
+            tasks += [
+                Task("lookup", "alice29", context, geometry, keys) for keys in (KEYS if geometry != "curve" else KEYS[1:2])
+            ]
             if geometry != "curve":
                 tasks += [Task("lookup", "handbook", context, geometry, KEYS[1])]
                 tasks += [Task("copy", text, context, geometry) for text in COPIED]
@@ -210,6 +212,13 @@ def bars(table: Table, config: str, geometry: str, stem: str) -> list[Line]:
         Line(f"{stem}.lookup_4k", table.share("right", protocol="lookup", context="4k", **rest), "digits", ">= 0.85"),
         Line(f"{stem}.lookup_8k", table.share("right", protocol="lookup", context="8k", **rest), "digits", ">= 0.65"),
         Line(f"{stem}.copy_8k", table.share("right", protocol="copy", context="8k", **rest), "tokens", ">= 0.70"),
+        # on the one text where dense attention copies as much as the bar supposes (0.76)
+        Line(
+            f"{stem}.copy_8k_handbook",
+            table.share("right", protocol="copy", context="8k", text="handbook", **rest),
+            "tokens",
+            ">= 0.70",
+        ),
     ]
 
 

@@ -71,7 +71,7 @@ class SparseSettings(FrozenModel):
     candidate_factor: int = Field(4, gt=0, description="Proposed slices as a multiple of `top_k_fine`.")
     rerank: Literal["exact", "none"] = Field("exact", description="How the final list is chosen from the proposed pool.")
     reselect_every: int | tuple[int, ...] | Literal["auto"] = Field(
-        1, description="Decode steps between two scans; one number, one a layer, or auto: from the calibration."
+        "auto", description="Decode steps between two scans; one number, one a layer, or auto: from the calibration."
     )
     list_per: Literal["kv_head", "layer"] = Field("kv_head", description="One list a KV head, or one a layer.")
     prefill_tile: int = Field(64, gt=0, description="Queries that share one list during prefill.")
