@@ -84,11 +84,17 @@ def _raise_for(status: int, body: str, retry_after: str | None = None) -> None:
     raise RequestError(message, param, code) if 400 <= status < 500 else QSAError(message)
 
 
+def server_url(url: str) -> str:
+    """The server's root, from the root itself, its OpenAI base URL (`.../v1`), or either without the scheme."""
+    root = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+    return root if "://" in root else f"http://{root}"
+
+
 class Client:
     """A connection to one server. Use as an async context manager."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self._url = url.rstrip("/")
+        self._url = server_url(url)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
 

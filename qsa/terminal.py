@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.status import Status
 
-from qsa.client import Delta
+from qsa.client import Delta, server_url
 from qsa.client import Progress as Prefill
 from qsa.config import EngineConfig
 from qsa.server_process import running_server
@@ -36,7 +36,7 @@ def server_at(url: str | None, config: EngineConfig) -> Iterator[str]:
         if url is None:
             with working("starting the engine") as say:
                 url = stack.enter_context(running_server(config, on_progress=say))
-        yield url.rstrip("/")
+        yield server_url(url)
 
 
 class PrefillBar:

@@ -136,6 +136,11 @@ class Api:
             stats = None
         return Response(self.metrics.render(stats), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    @property
+    def model_names(self) -> set[str]:
+        """What a client may call the model: its name, the path it was started with, or `default`."""
+        return {self.engine.model_name, self.config.model.path, "default"}
+
     def model_card(self) -> dict[str, Any]:
         return {
             "id": self.engine.model_name,
@@ -210,8 +215,7 @@ class Api:
             body = parse_body(ChatRequest, values)
         else:
             body = parse_body(CompletionRequest, values)
-        names = {self.engine.model_name, self.config.model.path, "default"}
-        if body.model is not None and body.model not in names:
+        if body.model is not None and body.model not in self.model_names:
             name = body.model[:100]
             message = f"the model {name!r} does not exist; this server has {self.engine.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")

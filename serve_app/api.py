@@ -84,7 +84,7 @@ def make_api(engine: ServingEngine, config: EngineConfig) -> FastAPI:
 
     @app.api_route("/v1/models/{name:path}", methods=GET)
     async def model(name: str) -> Response:
-        if name != engine.model_name:
+        if name not in api.model_names:
             return error_response(ApiError(404, f"the model {name[:100]!r} does not exist", code="model_not_found"))
         return json_response(api.model_card())
 

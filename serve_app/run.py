@@ -117,8 +117,12 @@ def stop_serving() -> None:
         serve.delete(APP_NAME)
 
 
-def serve_blocking(config: EngineConfig, on_ready: Callable[[], None] | None = None) -> None:
+def serve_blocking(
+    config: EngineConfig, on_ready: Callable[[], None] | None = None, on_start: Callable[[], None] | None = None
+) -> None:
     """Serve until interrupted (KeyboardInterrupt, SystemExit); then stop everything that was started.
+
+    `on_start` is called when port, model and memory have passed, `on_ready` when requests are answered.
 
     Raises:
         ConfigError:     port taken, or a setting that cannot work; nothing has been started.
@@ -129,6 +133,8 @@ def serve_blocking(config: EngineConfig, on_ready: Callable[[], None] | None = N
     with port_claim(config.server.port):
         check_model(config)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        if on_start is not None:
+            on_start()
         try:
             start_local_ray(num_cpus=cluster_cpus(config))
             start_serving(config)

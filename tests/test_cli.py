@@ -18,7 +18,7 @@ import pytest
 from aiohttp import web
 
 from qsa import cli
-from qsa.client import Client, Delta, Progress, Timings
+from qsa.client import Client, Delta, Progress, Timings, server_url
 from qsa.commands import batch, bench, doctor
 from qsa.commands.demo import Watch
 from qsa.config import make_config
@@ -174,6 +174,14 @@ def test_a_wrong_batch_line_is_named(tmp_path, content, words):
     path.write_text(content)
     with pytest.raises(ConfigError, match=re.escape(words)):
         batch.read_batch(path)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://127.0.0.1:8000", "http://127.0.0.1:8000/", "http://127.0.0.1:8000/v1", "127.0.0.1:8000/v1/", "127.0.0.1:8000"],
+)
+def test_a_server_is_found_by_its_root_or_its_openai_base_url(url):
+    assert server_url(url) == "http://127.0.0.1:8000"
 
 
 def test_figures_of_a_stream():

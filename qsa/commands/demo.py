@@ -21,7 +21,7 @@ from qsa.settings import config_from
 from qsa.terminal import console, notes, server_at, show
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "data" / "alice.txt"  # chapters I and II, public domain
-QUESTION = "What was written on the label around the neck of the little bottle?"
+QUESTION = "What words were marked in currants on the cake? Answer with the words only."
 POLL_S = 0.25
 
 

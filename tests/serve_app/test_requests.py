@@ -246,6 +246,7 @@ def test_models(server):
     listing = server.get("/v1/models").json()
     assert [model["id"] for model in listing["data"]] == ["fake-model"] and listing["object"] == "list"
     assert server.get("/v1/models/fake-model").json()["max_model_len"] == 8192
+    assert server.get("/v1/models/default").json()["id"] == "fake-model"
     assert_error(server.get("/v1/models/other/name"), 404, code="model_not_found")
     assert_error(server.chat(model="gpt-4"), 404, param="model", code="model_not_found")
     for name in ("fake-model", "default"):
