@@ -123,13 +123,16 @@ class Engine:
         sparse_id = self.config.default_sparse_id if sparse_id is None else sparse_id
         queue = self._poller.open(request_id)
         is_over = False
+        unanswered: tuple[Any, ...] = ()
         try:
             call = self._scheduler.submit.remote(self._client_id, request_id, prompt, sampling, sparse_id, priority)
+            unanswered = (call,)
             try:
                 async with asyncio.timeout(ANSWER_S):  # here and below not wait_for, which may swallow a cancellation
                     await call
             except Exception as error:
                 raise engine_error(error, "the scheduler") from None
+            unanswered = ()
             while not is_over:
                 item = await queue.get()
                 if isinstance(item, EngineDeadError):
@@ -140,7 +143,8 @@ class Engine:
             self._poller.close(request_id)
             if not is_over and not self._is_closed:
                 with contextlib.suppress(Exception):  # when the scheduler is gone, so is the request
-                    self._scheduler.abort.remote(request_id)
+                    # Ray may run it before a submission that was sent earlier, unless it needs that one's result
+                    self._scheduler.abort.remote(request_id, *unanswered)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator gets a last output. Unknown and ended ids are ignored."""

@@ -145,8 +145,11 @@ class SchedulerActor:
         self._owners[request_id] = client
         self._fill()
 
-    async def abort(self, request_id: str) -> None:
-        """End a request, in whatever state it is; its chunks are free within two steps. Unknown ids are ignored."""
+    async def abort(self, request_id: str, submitted: None = None) -> None:
+        """End a request, in whatever state it is; its chunks are free within two steps. Unknown ids are ignored.
+
+        `submitted`: what `submit` returned, when that may still be on its way: Ray then runs this after it.
+        """
         if self._dead is None and self._scheduler is not None:
             self._scheduler.abort(request_id)
             self._fill()

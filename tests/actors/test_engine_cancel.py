@@ -56,3 +56,19 @@ def test_a_cancellation_around_the_answer_to_the_submission_ends_the_request(tur
         assert task.cancelled() and [call[0] for call in abort.calls] == ["r"]
 
     asyncio.run(scenario())
+
+
+def test_an_abort_cannot_overtake_a_submission_that_has_not_answered():
+    async def scenario():
+        answer = asyncio.get_running_loop().create_future()
+        abort = Method(lambda: None)
+        engine = make_engine(Method(lambda: answer), abort)
+        stream = engine.generate([1, 2], SamplingParams(), request_id="r")
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.wait({first})
+        engine._poller.fail("over")
+        assert abort.calls == [("r", answer)], "the submission's result is the abort's argument, so Ray keeps their order"
+
+    asyncio.run(scenario())

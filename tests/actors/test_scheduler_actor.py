@@ -261,12 +261,12 @@ def test_a_client_that_comes_back_after_its_lease_hears_how_its_requests_ended()
     async def scenario(h):
         await h.submit("slept", [DRAG], max_tokens=4000, client="sleeper")
         await h.until(lambda: "slept" not in h.actor._owners)
-        await asyncio.sleep(0.3)  # more than a lease later
+        await asyncio.sleep(0.15)  # more than a lease later
         outputs = await asyncio.wait_for(h.actor.poll("sleeper"), 1)
         assert outputs[-1].finish_reason is FinishReason.ABORT
         await h.until(lambda: "sleeper" not in h.actor._clients, timeout_s=8)
 
-    run(scenario, lease_s=0.2)
+    run(scenario, lease_s=0.1)
 
 
 def test_an_idle_scheduler_costs_no_cpu():
