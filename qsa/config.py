@@ -5,6 +5,7 @@ An unknown key is an error, nothing is overwritten after validation, and what de
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -176,13 +177,27 @@ class EngineConfig(FrozenModel):
         return self
 
 
+def _setting_names(location: tuple[str | int, ...]) -> list[str]:
+    """The settings of the section that an error's location lies in."""
+    model: Any = EngineConfig
+    for part in location[:-1]:
+        model = SparseSettings if model is SparseSettings or part == "sparse" else model.model_fields[str(part)].annotation
+    return list(model.model_fields)
+
+
 def explain(error: ValidationError) -> str:
     """A validation error as one line a setting: full name, what is wrong, what was found."""
     lines = []
     for item in error.errors():
         name = ".".join(str(part) for part in item["loc"]) or "config"
         message = item["msg"].removeprefix("Value error, ")
-        lines.append(f"{name}: {message}, got {item['input']!r}" if "got" not in message else f"{name}: {message}")
+        if item["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(str(item["loc"][-1]), _setting_names(item["loc"]), n=1)
+            lines.append(f"{name}: there is no such setting" + (f", did you mean {near[0]}?" if near else ""))
+        elif item["type"] == "value_error" or "got" in message:
+            lines.append(f"{name}: {message}" if item["loc"] else message)
+        else:
+            lines.append(f"{name}: {message}, got {item['input']!r}")
     return "; ".join(lines)
 
 

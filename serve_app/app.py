@@ -55,7 +55,8 @@ class EngineReplica:
         report = logger.info
         self._engine = await asyncio.to_thread(Engine.start, config, name=name, on_progress=report)
         self._app = make_api(self._engine, config)
-        self._watch = asyncio.create_task(self._drain_when_stopping(config.server.drain_s))
+        self._drain_s = config.server.drain_s
+        self._watch = asyncio.create_task(self._drain_when_stopping())
 
     def __repr__(self) -> str:
         return f"EngineReplica({self._engine.model_name})"
@@ -69,10 +70,14 @@ class EngineReplica:
         if not health.ok:
             raise EngineDeadError(health.reason or "the engine is not healthy")
 
-    async def _drain_when_stopping(self, drain_s: float) -> None:
+    async def drain(self) -> None:
+        """Answer new requests with 503, wait for the open ones; for whoever is about to delete the application."""
+        await self._app.state.api.drain(self._drain_s)
+
+    async def _drain_when_stopping(self) -> None:
         while not _is_stopping():
             await asyncio.sleep(0.25)
-        await self._app.state.api.drain(drain_s)
+        await self.drain()
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # the constructor failed

@@ -19,7 +19,7 @@ from qsa.actors.placement import engine_bundles, plan_engine, start_local_ray
 from qsa.config import EngineConfig
 from qsa.errors import ConfigError, EngineDeadError
 from qsa.model.checkpoint.load import open_checkpoint
-from qsa.serve_app.app import REPLICA_CPUS, make_app
+from qsa.serve_app.app import DRAIN_MARGIN_S, REPLICA_CPUS, make_app
 
 APP_NAME = "qsa"
 IDLE_CONNECTION_S = 75  # longer than the pools of HTTP clients keep theirs
@@ -111,8 +111,13 @@ def _reason(message: str) -> str:
     return errors[-1].partition(": ")[2] if errors else lines[-1]
 
 
-def stop_serving() -> None:
-    """End the application; its open streams get server.drain_s. Serve itself ends with the cluster, which is ours."""
+def stop_serving(drain_s: float) -> None:
+    """End the application; its open streams get server.drain_s. Serve itself ends with the cluster, which is ours.
+
+    The replica drains before it is deleted, since Serve answers 404 in the name of an application that is being deleted.
+    """
+    with contextlib.suppress(Exception):
+        serve.get_app_handle(APP_NAME).drain.remote().result(timeout_s=drain_s + DRAIN_MARGIN_S)
     with contextlib.suppress(Exception):
         serve.delete(APP_NAME)
 
@@ -145,7 +150,7 @@ def serve_blocking(
                 _raise_if_failed()
         finally:
             if ray.is_initialized():
-                stop_serving()
+                stop_serving(config.server.drain_s)
                 ray.shutdown()
 
 

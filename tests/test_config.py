@@ -95,7 +95,7 @@ def test_a_configuration_survives_its_own_yaml():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"limits": {"max_sequence": 4}}, ["limits.max_sequence", "4"]),  # misspelt
+        ({"limits": {"max_sequence": 4}}, ["limits.max_sequence", "did you mean max_sequences"]),  # misspelt
         ({"limits": {"max_sequences": 0}}, ["limits.max_sequences", "0"]),
         ({"limits": {"prefill_chunk": 100}}, ["prefill_chunk", "multiple of 64", "100"]),
         ({"cache": {"device_bytes": 1000}}, ["device_bytes", "multiple of 1 MiB", "1000"]),
