@@ -7,7 +7,7 @@ instead of an object.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -134,6 +134,8 @@ def _import_backend(backend: str) -> None:
 
     A Triton file is called `NAME_triton.py`, a reference `NAME_ref.py`; every other file is for "torch".
     """
+    if backend == "triton" and importlib.util.find_spec("triton") is None:
+        raise ValueError("backend 'triton' needs the package triton, which is not installed")
     folder = Path(__file__).parent
     for path in sorted(folder.rglob("*.py")):
         name = path.relative_to(folder).with_suffix("").parts

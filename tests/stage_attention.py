@@ -35,7 +35,9 @@ class Sequence:
         return cls(2 * q, k, v)
 
 
-def make_attention(sparse: Mapping[int, SparseConfig], dtype: torch.dtype, *, heads=(9, 3, 64), max_seq_len=2048, slots=4):
+def make_attention(
+    sparse: Mapping[int, SparseConfig], dtype: torch.dtype, *, heads=(9, 3, 64), max_seq_len=2048, slots=4, backend="torch"
+):
     num_q_heads, num_kv_heads, head_dim = heads
     kv = KVLayout(num_kv_heads, head_dim, dtype.itemsize)
     num_chunks = NUM_LAYERS * slots * (kv.num_pages(max_seq_len) + 2)
@@ -63,6 +65,7 @@ def make_attention(sparse: Mapping[int, SparseConfig], dtype: torch.dtype, *, he
         sm_scale=head_dim**-0.5,
         sparse=sparse,
         calibration=calibration,
+        backend=backend,
     )
 
 

@@ -26,6 +26,14 @@ def test_an_unknown_name_says_what_there_is():
         get_operator("kv_wirte", "torch")
 
 
+def test_a_backend_that_lacks_an_operator_is_refused():
+    """The decode path has Triton operators, prefill has none yet: a stage says so at once."""
+    pytest.importorskip("triton")
+    assert isinstance(get_operator("sparse_decode", "triton"), Operator)
+    with pytest.raises(ValueError, match="no operator 'sparse_prefill' on backend 'triton'"):
+        make_attention({1: SparseConfig(**SMALL)}, torch.float32, backend="triton")
+
+
 def test_a_name_is_taken_once():
     with pytest.raises(ValueError, match="'kv_write' is already registered"):
         register("kv_write", "torch", Operator)

@@ -1,0 +1,93 @@
+"""Compiles the decode path's Triton kernels for an architecture, without a GPU, and prints what each needs as JSON.
+
+    python tests/compile_triton.py 89
+
+The operators run at the 7B shape on CPU tensors, with launches replaced by compilation: what is compiled are the parameters
+that they would launch with.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from qsa.kernels.block_select_triton import block_select
+from qsa.kernels.dense_attention_triton import dense_decode
+from qsa.kernels.kv_write_triton import CodeWrite, kv_write
+from qsa.kernels.sparse_decode_triton import sparse_decode
+from qsa.kernels.summaries.code_triton import quantise_queries, scan_codes
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+class Architecture:
+    """Stands in for a GPU's driver: says what to compile for."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def resources(kernel: Any) -> dict[str, Any]:
+    """Shared memory of a compiled kernel in bytes, registers and spilled bytes a thread, and its kinds of global loads."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    loads = sorted(set(re.findall(r"ld\.global[\w.]*|cp\.async\.c[ag]", kernel.asm["ptx"])))
+    return {"shared": kernel.metadata.shared, "registers": int(registers), "spilled": int(stack), "loads": loads}
+
+
+def launch_all() -> None:
+    """Every operator once: 28 query heads, 4 KV heads, head_dim 128, 8 sequences of 262144 tokens."""
+    batch, seq_len, num_kv_heads, head_dim, code_dim = 8, 262144, 4, 128, 64
+    q = torch.zeros(batch, 28, head_dim, dtype=torch.float16)
+    k = torch.zeros(batch, num_kv_heads, head_dim, dtype=torch.float16)
+    pages, chunks = torch.zeros(batch, 512, dtype=torch.int64), torch.zeros(batch, 16, dtype=torch.int64)
+    seq_lens = torch.full((batch,), seq_len, dtype=torch.int32)
+    project = torch.zeros(num_kv_heads * head_dim, code_dim)
+    paged: dict[str, Any] = dict(kv_dtype=torch.float16, page_size=512)
+    sliced: dict[str, Any] = dict(slice_size=64, window_size=512)
+    kv_write(k, k, pages, seq_lens, code=CodeWrite(project, torch.zeros(code_dim), chunks, 64), **paged)
+    numbers, scales = quantise_queries(q, torch.zeros(num_kv_heads, head_dim, code_dim))
+    scores = scan_codes(numbers, scales, chunks, seq_lens, max_slices=4096, sink_size=64, sm_scale=0.1, **sliced)
+    lists, _ = block_select(scores, seq_lens, 55, num_kv_heads=num_kv_heads, **sliced)
+    sparse_decode(q, pages, seq_lens, lists, num_kv_heads=num_kv_heads, sink_size=64, sm_scale=0.1, **sliced, **paged)
+    dense_decode(q, pages, seq_lens, num_kv_heads=num_kv_heads, sm_scale=0.1, **paged)
+
+
+def main() -> None:
+    driver.set_active(Architecture(int(sys.argv[1])))
+    compiled: dict[str, Any] = {}
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, **kwargs: Any) -> None:
+        compiled[self.__name__] = run(self, *args, **{**kwargs, "warmup": True})
+
+    JITFunction.run = compile_only
+    launch_all()
+    print(json.dumps({name: resources(kernel) for name, kernel in compiled.items()}))
+
+
+if __name__ == "__main__":
+    main()
