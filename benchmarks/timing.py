@@ -61,8 +61,18 @@ def machine() -> str:
     return ", ".join(parts)
 
 
+_copied_from: list[str] = []
+
+
+def copied_from(hash: str) -> None:
+    """Say which commit this tree is a copy of, where the git folder did not come along."""
+    _copied_from[:] = [hash]
+
+
 def commit() -> str:
     """Short hash of the checkout; a `+` says that tracked files differ from it."""
+    if _copied_from:
+        return _copied_from[0]
     try:
         options = {"capture_output": True, "text": True, "check": True, "cwd": ROOT, "timeout": 10}
         head = subprocess.run(["git", "rev-parse", "--short=10", "HEAD"], **options).stdout.strip()  # type: ignore[call-overload]
