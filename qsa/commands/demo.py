@@ -21,7 +21,7 @@ from qsa.settings import config_from
 from qsa.terminal import console, notes, server_at, show
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "data" / "alice.txt"  # chapters I and II, public domain
-QUESTION = "What words were marked in currants on the cake? Answer with the words only."
+QUESTION = "What does the label say on the bottle that Alice found on the table?"
 POLL_S = 0.25
 
 
