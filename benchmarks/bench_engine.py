@@ -17,6 +17,7 @@ import os
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -169,8 +170,11 @@ def main() -> None:
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--context", nargs="+", choices=list(LENGTHS), default=list(LENGTHS), help="128 is always among them")
     parser.add_argument("--no-peer", action="store_true", help="only our own figures")
+    parser.add_argument("--label", help="names figures of other settings: model.LABEL.decode_128 and so on")
     parser.add_argument("--dry", action="store_true", help="print, but leave the CSV and the summary as they are")
     args = parser.parse_args()
+    if args.settings and not (args.label or args.dry):
+        parser.error("figures of other settings need a --label, or --dry: the plain names are the default's")
     args.context = sorted({"128", *args.context}, key=list(LENGTHS).index)
 
     args.load = os.getloadavg()[0]
@@ -191,9 +195,11 @@ def main() -> None:
         if peer is not None:
             peer.__exit__()
     lines = summarise(rows, stage, streams)
+    if args.label:
+        lines = [replace(line, name=line.name.replace("model.", f"model.{args.label}.", 1)) for line in lines]
     show(lines)
     if not args.dry:
-        write_csv("bench_engine", rows)
+        write_csv("_".join(filter(None, ("bench_engine", args.label))), rows)
         record(lines)
 
 
