@@ -23,6 +23,7 @@ from qsa.actors.telemetry import EngineStats, Health
 from qsa.config import EngineConfig
 from qsa.errors import EngineDeadError, RequestError
 from qsa.model.checkpoint.load import Checkpoint, open_checkpoint
+from qsa.plan import MemoryPlan
 from qsa.scheduler.request import RequestOutput, SamplingParams
 
 ANSWER_S = 10.0  # a scheduler that does not answer for so long is taken for dead
@@ -38,7 +39,7 @@ class Engine:
     """
 
     def __init__(
-        self, config: EngineConfig, checkpoint: Checkpoint, max_model_len: int, actors: EngineActors, name: str
+        self, config: EngineConfig, checkpoint: Checkpoint, memory: MemoryPlan, actors: EngineActors, name: str
     ) -> None:
         """Use `start`."""
         self.config = config
@@ -46,7 +47,8 @@ class Engine:
         self.spec = checkpoint.spec
         self.tokenizer = checkpoint.tokenizer()
         self.eos_token_ids = checkpoint.eos_token_ids
-        self.max_model_len = max_model_len
+        self.max_model_len = memory.max_model_len
+        self.longest_sequence = memory.longest_sequence  # tokens that the pools hold of a request that is alone
         self.model_name = config.model.name or checkpoint.spec.name
         self._actors = actors
         self._scheduler = actors.scheduler
@@ -89,7 +91,7 @@ class Engine:
             capacities = _wait_for([stage.load.remote() for stage in actors.stages], deadline, "loading", config)
             report("warming up")
             _wait_for([actors.scheduler.begin.remote(capacities)], deadline, "warming up", config)
-            engine = cls(config, checkpoint, plan.memory.max_model_len, actors, name)
+            engine = cls(config, checkpoint, plan.memory, actors, name)
         except BaseException:
             if actors is not None:
                 actors.kill()

@@ -81,6 +81,7 @@ class Api:
         self.workers = Workers()
         self.limits = ModelLimits(
             max_model_len=engine.max_model_len,
+            longest_sequence=engine.longest_sequence,
             vocab_size=engine.tokenizer.vocab_size,
             sparse_ids=frozenset(config.sparse),
             default_sparse_id=config.default_sparse_id,

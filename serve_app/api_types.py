@@ -234,6 +234,7 @@ class ModelLimits:
     """The numbers of the served model that requests are checked against."""
 
     max_model_len: int
+    longest_sequence: int  # tokens that the pools hold of a request that is alone
     vocab_size: int
     sparse_ids: frozenset[int]
     default_sparse_id: int
@@ -264,7 +265,8 @@ class GenerationOptions:
         rest = limits.max_model_len - prompt_len
         wanted = self.token_limit
         if wanted is None:
-            wanted = max(1, rest if limits.default_max_tokens is None else min(rest, limits.default_max_tokens))
+            fits = min(rest, limits.longest_sequence - prompt_len)
+            wanted = max(1, fits if limits.default_max_tokens is None else min(fits, limits.default_max_tokens))
         if wanted > rest:
             part = "messages" if what == "messages" else "prompt"
             raise ContextLengthError(

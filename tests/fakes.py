@@ -108,10 +108,12 @@ class FakeEngine:
         *,
         tokenizer: Any = None,
         max_model_len: int = 8192,
+        longest_sequence: int | None = None,
         model_name: str = "fake-model",
     ) -> None:
         self.tokenizer = tokenizer or make_tokenizer()
         self.max_model_len = max_model_len
+        self.longest_sequence = longest_sequence or max_model_len
         self.model_name = model_name
         self.eos_token_ids = tuple(self.tokenizer.eos_ids)
         self.health_now = FakeHealth()

@@ -28,7 +28,13 @@ def make_engine(submit: Method, abort: Method) -> Engine:
     never = Method(lambda: None)
     scheduler = SimpleNamespace(submit=submit, abort=abort, poll=never)
     checkpoint = SimpleNamespace(spec=SimpleNamespace(name="m"), tokenizer=lambda: None, eos_token_ids=())
-    engine = Engine(EngineConfig(), checkpoint, 100, EngineActors(scheduler, [], None), "test/1")
+    engine = Engine(
+        EngineConfig(),
+        checkpoint,
+        SimpleNamespace(max_model_len=100, longest_sequence=100),
+        EngineActors(scheduler, [], None),
+        "test/1",
+    )
     engine._poller._poll = lambda: []
     return engine
 

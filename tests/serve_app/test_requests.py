@@ -212,6 +212,11 @@ class TestContextLength:
         server.complete([1] * 40)
         assert server.engine.calls[-1].sampling.max_tokens == 60
 
+    def test_omitted_means_no_more_than_the_pools_hold(self, serve_api):
+        server = serve_api(FakeEngine(text_script("ok"), max_model_len=100, longest_sequence=64))
+        server.complete([1] * 40)
+        assert server.engine.calls[-1].sampling.max_tokens == 24
+
     def test_a_default_can_be_set(self, serve_api):
         server = serve_api(FakeEngine(text_script("ok"), max_model_len=100), {"server": {"default_max_tokens": 20}})
         for prompt_len, expected in ((40, 20), (90, 10)):
