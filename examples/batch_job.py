@@ -33,17 +33,19 @@ def main() -> int:
     parser.add_argument("--config", help="YAML file with the engine's settings")
     parser.add_argument("--model", help="model to use instead of the configured one")
     args = parser.parse_args()
+    if args.output.resolve() == args.input.resolve():
+        parser.error(f"the answers would overwrite the prompts in {args.input}; name another output file")
     try:
         config = load_config(args.config, {"model.path": args.model} if args.model else None)
-        items = list(read_lines(args.input.read_text().splitlines(), str(args.input)))
-        ray.init(address=args.address, log_to_driver=False)
+        items = list(read_lines(args.input.read_text(encoding="utf-8").splitlines(), str(args.input)))
+        ray.init(address=args.address or "auto", log_to_driver=False)  # never a cluster of its own
         failed = 0
         with args.output.open("w") as output:
             for answer in run_batch(items, config):
                 failed += answer["response"]["status_code"] != 200
                 output.write(json.dumps(answer, ensure_ascii=False) + "\n")
                 output.flush()
-    except (QSAError, OSError, ConnectionError) as error:
+    except (QSAError, OSError, UnicodeDecodeError) as error:
         print(f"batch_job: {str(error).strip().splitlines()[-1]}", file=sys.stderr)  # Ray's own come with a traceback
         return 2
     print(f"{len(items) - failed} of {len(items)} requests answered, in {args.output}")

@@ -110,6 +110,7 @@ def test_short_options_win_over_set(tmp_path):
         (["plan", "--set", "limits.max_sequence=3"], "limits.max_sequence"),
         (["plan", "--config", "nowhere.yaml"], "cannot read config file nowhere.yaml"),
         (["batch", "nowhere.jsonl", "out.jsonl"], "cannot read nowhere.jsonl"),
+        (["batch", "same.jsonl", "./same.jsonl"], "would overwrite"),
         (["bench", "--context", "12,x"], "--context wants prompt lengths"),
         (["generate", "hi", "--file", "nowhere.txt"], "cannot read nowhere.txt"),
         (["plan", "nowhere.gguf"], "nowhere.gguf"),

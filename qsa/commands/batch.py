@@ -89,6 +89,8 @@ async def _run(url: str, args: argparse.Namespace, items: list[Item], output: Te
 def run(args: argparse.Namespace) -> int:
     if args.concurrency < 1:
         raise ConfigError(f"--concurrency must be at least 1, got {args.concurrency}")
+    if Path(args.output).resolve() == Path(args.input).resolve():
+        raise ConfigError(f"the answers would overwrite the requests in {args.input}; name another output file")
     items = read_batch(Path(args.input))
     config = config_from(args)
     with contextlib.ExitStack() as stack:
