@@ -2,8 +2,8 @@
 #
 #     docker build -t qsa .
 #     docker run --rm -p 127.0.0.1:8000:8000 --shm-size=4g qsa                       the default model on the CPU
-#     docker run --rm --gpus all -p 127.0.0.1:8000:8000 --shm-size=16g -v /models:/models qsa \
-#         qsa serve /models/my-model --host 0.0.0.0 --set pipeline.device=cuda
+#     docker run --rm -p 127.0.0.1:8000:8000 --shm-size=16g -v /models:/models qsa \
+#         qsa serve /models/my-model --host 0.0.0.0
 #
 # The server listens on all addresses inside the container; what reaches it is decided by -p.
 

@@ -54,6 +54,11 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint) -> EnginePlan:
         BudgetError: not enough memory; nothing has been started or read.
     """
     pipeline, limits = config.pipeline, config.limits
+    if planned_device(config) == "cuda":
+        raise ConfigError(
+            "pipeline.device is cuda, but stages compute on the CPU only so far: prefill and exact rerank have no GPU"
+            " operator yet; set pipeline.device to cpu"
+        )
     calibration = find_calibration(config)
     sparse, code_dim = sparse_configs(config, calibration)
     memory = plan_memory(checkpoint, config, sparse=sparse, code_dim=code_dim)

@@ -114,7 +114,7 @@ class PipelineConfig(FrozenModel):
     num_stages: int = Field(2, gt=0, description="Stage actors; each holds a run of layers.")
     lanes: int = Field(2, gt=0, le=2, description="Micro-batches in flight.")
     split: tuple[int, ...] | None = Field(None, description="Layers of each stage; default: balanced.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where stages compute.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where stages compute; auto: the CPU, so far.")
     threads_per_stage: int | None = Field(None, gt=0, description="CPU threads of a stage; default: cores / stages.")
     cpus_per_stage: float = Field(0.5, ge=0, description="CPUs that Ray reserves for a stage (a reservation, not a limit).")
     start_timeout_s: float = Field(120.0, gt=0, description="Longest start of all actors, in seconds.")

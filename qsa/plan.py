@@ -185,9 +185,8 @@ def model_len(spec: ModelSpec, config: EngineConfig) -> int:
 
 def planned_device(config: EngineConfig) -> str:
     """Where the stages compute: `cpu` or `cuda`."""
-    if config.pipeline.device != "auto":
-        return config.pipeline.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    # `auto` becomes cuda where a card is found as soon as every operator of a stage has its GPU version
+    return "cpu" if config.pipeline.device == "auto" else config.pipeline.device
 
 
 def stage_layers(spec: ModelSpec, config: EngineConfig) -> list[tuple[int, int]]:
