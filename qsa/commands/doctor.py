@@ -63,7 +63,8 @@ def check_gpu(device: str) -> Finding:
             return Finding("gpu", "fail", "pipeline.device is cuda, but torch finds no GPU")
         return Finding("gpu", "note", "none: the engine computes on the CPU")
     cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return Finding("gpu", "ok", ", ".join(f"{card.name} {card.total_memory / GIB:.0f} GiB" for card in cards))
+    names = ", ".join(f"{card.name} {card.total_memory / GIB:.0f} GiB" for card in cards)
+    return Finding("gpu", "note", f"{names}: not used so far, the engine computes on the CPU")
 
 
 def check_memory() -> Iterator[Finding]:
