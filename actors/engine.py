@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,6 +13,7 @@ import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError
 
+from qsa.actors.aborter import Aborter
 from qsa.actors.output_poller import OutputPoller
 from qsa.actors.placement import EngineActors, plan_engine, start_actors
 from qsa.actors.ray_errors import engine_error
@@ -54,6 +54,7 @@ class Engine:
         self._scheduler = actors.scheduler
         self._client_id = uuid.uuid4().hex
         self._poller = OutputPoller(self._poll, name)
+        self._aborter = Aborter(lambda *arguments: self._scheduler.abort.remote(*arguments), ANSWER_S, name)
         self._is_closed = False
 
     @classmethod
@@ -144,9 +145,7 @@ class Engine:
         finally:
             self._poller.close(request_id)
             if not is_over and not self._is_closed:
-                with contextlib.suppress(Exception):  # when the scheduler is gone, so is the request
-                    # Ray may run it before a submission that was sent earlier, unless it needs that one's result
-                    self._scheduler.abort.remote(request_id, *unanswered)
+                self._aborter.put(request_id, unanswered)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator gets a last output. Unknown and ended ids are ignored."""
@@ -182,6 +181,7 @@ class Engine:
             return
         self._is_closed = True
         self._poller.fail("the engine is closed")
+        self._aborter.close()
         self._actors.kill()
 
     def __enter__(self) -> Self:
