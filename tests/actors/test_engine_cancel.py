@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -18,10 +19,11 @@ class Method:
     """An actor handle's method; `calls` are its arguments, `answer` what every call returns."""
 
     def __init__(self, answer) -> None:
-        self.answer, self.calls = answer, []
+        self.answer, self.calls, self.threads = answer, [], set()
 
     def remote(self, *args):
         self.calls.append(args)
+        self.threads.add(threading.get_ident())
         return self.answer()
 
 
@@ -79,6 +81,7 @@ def test_an_abort_cannot_overtake_a_submission_that_has_not_answered():
         await asyncio.wait({first})
         engine._poller.fail("over")
         wait_until(lambda: abort.calls)
+        assert threading.get_ident() not in abort.threads, "a child of the answer would be cancelled with it"
         assert abort.calls[0] == ("r", answer), "the submission's result is the abort's argument, so Ray keeps their order"
 
     asyncio.run(scenario())
