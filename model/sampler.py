@@ -14,6 +14,8 @@ import torch
 
 GREEDY_BELOW = 1e-5  # a temperature this small is taken as zero
 FIRST_CANDIDATES = 128  # tokens sorted at first when top_p cuts; more are sorted only when these do not reach it
+NOT_FINITE = "the model produced a logit that is not a finite number"
+NOTHING_LEFT = "biases and penalties leave no token with a finite logit to choose"
 _MASK = (1 << 64) - 1
 
 
@@ -45,6 +47,10 @@ class SampleRow:
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
+    def cuts_in_order(self, vocab_size: int) -> bool:
+        """Whether a cut needs the tokens from likely to unlikely."""
+        return 0 < self.top_k < vocab_size or self.top_p < 1
+
     @property
     def changes_logits(self) -> bool:
         """Whether a bias or a penalty applies."""
@@ -66,7 +72,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
     """Choose one token a row.
 
     Args:
-        logits: float32 [len(rows), vocab_size]; not changed.
+        logits: float32 [len(rows), vocab_size], on any device; not changed.
 
     Returns:
         One entry a row. A row with a logit that is NaN or infinite, with a bias for a token that does not exist, or with
@@ -76,6 +82,10 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
         raise ValueError(f"logits have {logits.shape[0]} rows, but {len(rows)} are to be sampled")
     if not rows:
         return []
+    if logits.device.type != "cpu":
+        from qsa.model.device_sampler import sample_on_device  # noqa: PLC0415 - it imports this file
+
+        return sample_on_device(logits, rows)
     finite = logits.sum(-1).isfinite().tolist()  # one pass; a NaN or an infinity anywhere shows in the sum
     best = logits.argmax(-1).tolist() if any(row.is_greedy for row in rows) else []
     return [_sample_row(logits[i], row, finite[i], best[i] if best else -1) for i, row in enumerate(rows)]
@@ -83,31 +93,39 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
 
 def _sample_row(logits: torch.Tensor, row: SampleRow, sum_is_finite: bool, best: int) -> Sampled:
     if not sum_is_finite and not bool(logits.isfinite().all()):
-        return Sampled(error="the model produced a logit that is not a finite number")
+        return Sampled(error=NOT_FINITE)
     vocab_size = logits.shape[0]
-    for token_id, _ in row.logit_bias:
-        if not 0 <= token_id < vocab_size:
-            return Sampled(error=f"logit_bias names token {token_id}, but the vocabulary has {vocab_size} tokens")
-    changed = _change_logits(logits, row) if row.changes_logits else logits
+    if error := wrong_bias(row, vocab_size):
+        return Sampled(error=error)
+    changed = change_logits(logits, row) if row.changes_logits else logits
     if row.changes_logits and not math.isfinite(float(changed.max())):
-        return Sampled(error="biases and penalties leave no token with a finite logit to choose")
+        return Sampled(error=NOTHING_LEFT)
     if row.is_greedy:
         token_id = int(changed.argmax()) if row.changes_logits else best
     else:
-        token_id = _draw(changed, row)
+        token_id = draw(changed, row)
     if row.logprobs < 0:
         return Sampled(token_id)
-    return _with_logprobs(logits, token_id, min(row.logprobs, vocab_size))
+    return with_logprobs(logits, token_id, min(row.logprobs, vocab_size))
 
 
-def _change_logits(logits: torch.Tensor, row: SampleRow) -> torch.Tensor:
+def wrong_bias(row: SampleRow, vocab_size: int) -> str | None:
+    """What is wrong with the row's biases, if anything."""
+    for token_id, _ in row.logit_bias:
+        if not 0 <= token_id < vocab_size:
+            return f"logit_bias names token {token_id}, but the vocabulary has {vocab_size} tokens"
+    return None
+
+
+def change_logits(logits: torch.Tensor, row: SampleRow) -> torch.Tensor:
     """Biases, then penalties. Repetition divides positive and multiplies negative logits; the other two subtract."""
     changed = logits.clone()
     if row.logit_bias:
         ids, amounts = zip(*row.logit_bias, strict=True)
-        changed.index_add_(0, torch.tensor(ids), torch.tensor(amounts, dtype=changed.dtype))
+        index, added = torch.tensor(ids), torch.tensor(amounts, dtype=changed.dtype)
+        changed.index_add_(0, index.to(changed.device), added.to(changed.device))
     if row.counts:
-        pairs = torch.tensor(row.counts)
+        pairs = torch.tensor(row.counts).to(changed.device)
         index, count = pairs[:, 0], pairs[:, 1].to(changed.dtype)
         seen = changed[index]
         seen = torch.where(seen > 0, seen / row.repetition_penalty, seen * row.repetition_penalty)
@@ -115,20 +133,21 @@ def _change_logits(logits: torch.Tensor, row: SampleRow) -> torch.Tensor:
     return changed
 
 
-def _draw(logits: torch.Tensor, row: SampleRow) -> int:
+def draw(logits: torch.Tensor, row: SampleRow) -> int:
     """One token from softmax(logits / temperature), cut by top-k, then top-p, then min-p.
 
-    Candidates are kept from likely to unlikely when a cut needs the order, else in the order of the vocabulary.
+    Candidates are kept from likely to unlikely when a cut needs the order, equal ones by their numbers; else in the order
+    of the vocabulary.
     """
     vocab_size = logits.shape[0]
     scaled = (logits - logits.max()).div_(row.temperature)  # the largest is 0
     ids: torch.Tensor | None = None
     total: float | None = None
     if 0 < row.top_k < vocab_size:
-        scaled, ids = scaled.topk(row.top_k)
+        scaled, ids = (part[: row.top_k] for part in _likeliest(scaled, row.top_k, 0.0))
     elif row.top_p < 1:
         total = float(scaled.exp().sum(dtype=torch.float64))
-        scaled, ids = _likeliest(scaled, row.top_p * total)
+        scaled, ids = _likeliest(scaled, 0, row.top_p * total)
     weights = scaled.exp().double()
     if row.top_p < 1:
         before = weights.cumsum(0) - weights  # mass of the likelier ones
@@ -144,18 +163,29 @@ def _draw(logits: torch.Tensor, row: SampleRow) -> int:
     return place if ids is None else int(ids[place])
 
 
-def _likeliest(scaled: torch.Tensor, mass: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """At least as many of the likeliest tokens, in order, as it takes to reach `mass`; sorting all of them is slow."""
+def _likeliest(scaled: torch.Tensor, least: int, mass: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest tokens in order: at least `least`, and as many as it takes to reach `mass`; sorting all is slow.
+
+    Tokens as likely as the last one found do not count, since others like them may have been left out.
+    """
     count = FIRST_CANDIDATES
     while count < scaled.shape[0]:
         values, ids = scaled.topk(count)
-        if float(values.exp().sum(dtype=torch.float64)) >= mass:
-            return values, ids
+        certain = values[values > values[-1]]
+        if len(certain) >= least and float(certain.exp().sum(dtype=torch.float64)) >= mass:
+            return in_order(values, ids)
         count *= 8
-    return scaled.sort(descending=True)
+    return scaled.sort(stable=True, descending=True)
 
 
-def _with_logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> Sampled:
+def in_order(values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Candidates [.., count] from likely to unlikely, equal ones by their numbers."""
+    ids, places = ids.sort(-1)
+    values, order = values.gather(-1, places).sort(stable=True, dim=-1, descending=True)
+    return values, ids.gather(-1, order)
+
+
+def with_logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> Sampled:
     logprobs = logits.double().log_softmax(0)
     top: tuple[tuple[int, float], ...] = ()
     if num_top:

@@ -67,10 +67,11 @@ def random_calibration(
     width = spec.num_kv_heads * spec.head_dim
     if not 0 < code_dim <= width:
         raise ValueError(f"code_dim is {code_dim}, but a layer's keys have {width} numbers")
-    directions = torch.stack([
-        torch.linalg.qr(torch.randn(width, code_dim, generator=_generator(f"layers.{layer}.directions", torch.device("cpu"))))[0]
-        for layer in range(first_layer, spec.num_layers if last_layer is None else last_layer)
-    ])  # fmt: skip
+    parts = []
+    for layer in range(first_layer, spec.num_layers if last_layer is None else last_layer):
+        rng = _generator(f"layers.{layer}.directions", torch.device("cpu"))
+        parts.append(torch.linalg.qr(torch.randn(width, code_dim, generator=rng))[0])
+    directions = torch.stack(parts)
     scale = 127.0 / CODE_REACH
     return CodeCalibration(directions * scale, directions / scale, torch.zeros(len(directions), width))
 

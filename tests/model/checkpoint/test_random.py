@@ -25,7 +25,7 @@ def test_weights_follow_from_their_names():
     assert one.read(name).shape == (64, 96) and one.read(name).dtype == torch.bfloat16
     assert abs(float(one.read(name).float().std()) - 96**-0.5) < 0.003
     assert float(one.read("norm.weight").sum()) == 64 and not one.read("layers.0.self_attn.q_proj.bias").any()
-    with pytest.raises(CheckpointError, match="layers.2"):
+    with pytest.raises(CheckpointError, match=r"layers\.2"):
         one.read("layers.2.mlp.down_proj.weight")
 
 
