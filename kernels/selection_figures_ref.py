@@ -6,6 +6,8 @@ import math
 
 import torch
 
+NUM_FIGURES = 5  # of a layer and row
+
 
 def selection_figures_ref(
     chosen: torch.Tensor,
@@ -20,7 +22,7 @@ def selection_figures_ref(
 ) -> torch.Tensor:
     """Figures [num_layers, batch, 5] of one step, and `previous` as it is for the next one. See selection_figures."""
     num_layers, _, lists, top_k = chosen.shape
-    out = torch.zeros(num_layers, len(slots), 5, dtype=torch.float64)
+    out = torch.zeros(num_layers, len(slots), NUM_FIGURES, dtype=torch.float64)
     for layer in range(num_layers):
         for row, (slot, seq_len) in enumerate(zip(slots, seq_lens)):
             window_start = max(0, seq_len - window_size)

@@ -16,8 +16,7 @@ import triton.language as tl
 
 from qsa.kernels.checks import check_tensor
 from qsa.kernels.registry import Operator, register
-
-NUM_FIGURES = 5
+from qsa.kernels.selection_figures_ref import NUM_FIGURES
 
 
 @triton.jit
