@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,19 +17,27 @@ from ray.exceptions import GetTimeoutError
 
 from qsa.actors.aborter import Aborter
 from qsa.actors.output_poller import OutputPoller
-from qsa.actors.placement import EngineActors, plan_engine, start_actors
+from qsa.actors.placement import EngineActors, place, plan_engine, start_actors
 from qsa.actors.ray_errors import engine_error
-from qsa.actors.scheduler_actor import POLL_S
+from qsa.actors.scheduler_actor import POLL_S, WARM_UP_TOKENS
 from qsa.actors.stage_steps import ModelBuilder, build_model
-from qsa.actors.telemetry import EngineStats, Health
+from qsa.actors.telemetry import EngineStats, Health, StageStart, WarmUpProgress
+from qsa.actors.warm_up import NUM_TOKENS, ReportProgress, send_first_requests, warm_stages
 from qsa.config import EngineConfig
+from qsa.device import prefill_chunk
 from qsa.errors import EngineDeadError, RequestError
-from qsa.model.checkpoint.load import Checkpoint, open_checkpoint
+from qsa.model.checkpoint.load import Checkpoint
+from qsa.model.checkpoint.open import open_model
 from qsa.plan import MemoryPlan
+from qsa.scheduler.growth import StageCapacity
 from qsa.scheduler.request import RequestOutput, SamplingParams
 
 ANSWER_S = 10.0  # a scheduler that does not answer for so long is taken for dead
 HEALTH_S = 2.0
+
+AFTER_STAGES = 2  # steps of a warm-up after the stages' own: a first step through all of them, and first requests
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 
@@ -36,14 +46,24 @@ class Engine:
     """A model, ready to generate. Owns its actors: they end with `close`, and with the process that started them.
 
     `generate`, `abort`, `stats` and `health` may be used from any event loop, and from several.
+
+    Attributes:
+        starts: what each stage computes with; empty before the warm-up.
     """
 
     def __init__(
-        self, config: EngineConfig, checkpoint: Checkpoint, memory: MemoryPlan, actors: EngineActors, name: str
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        memory: MemoryPlan,
+        actors: EngineActors,
+        name: str,
+        capacities: Sequence[StageCapacity] = (),
     ) -> None:
         """Use `start`."""
         self.config = config
         self.name = name
+        self.starts: tuple[StageStart, ...] = ()
         self.spec = checkpoint.spec
         self.tokenizer = checkpoint.tokenizer()
         self.eos_token_ids = checkpoint.eos_token_ids
@@ -52,6 +72,7 @@ class Engine:
         self.model_name = config.model.name or checkpoint.spec.name
         self._actors = actors
         self._scheduler = actors.scheduler
+        self._capacities = tuple(capacities)
         self._client_id = uuid.uuid4().hex
         self._poller = OutputPoller(self._poll, name)
         self._aborter = Aborter(lambda *arguments: self._scheduler.abort.remote(*arguments), ANSWER_S, name)
@@ -65,13 +86,15 @@ class Engine:
         name: str = "local",
         on_progress: Progress | None = None,
         build: ModelBuilder = build_model,
+        warm_up: bool = True,
     ) -> Engine:
-        """Start all actors and wait until they can answer. Ray must be initialised; blocks.
+        """Start all actors, load the model and warm everything up. Ray must be initialised; blocks.
 
         Args:
             name:        `<app>/<replica>`, a part of the actors' names; made unique when it has no slash.
             on_progress: told, in a few words, what is going on.
             build:       makes a stage's model; tests bring their own.
+            warm_up:     False: the engine takes requests only after its `warm_up`.
 
         Raises:
             QSAError: the engine cannot start; nothing of it is left.
@@ -82,25 +105,69 @@ class Engine:
         name = name if "/" in name else f"{name}/{uuid.uuid4().hex[:8]}"
         began = time.monotonic()
         report("reading the model's headers")
-        checkpoint = open_checkpoint(config.model.path)
+        config = place(config)
+        checkpoint = open_model(config.model.path, config.model.load_format)
         actors: EngineActors | None = None
         try:
             plan = plan_engine(config, checkpoint)
             report(f"starting {plan.summary}")
             actors = start_actors(plan, config, name, build)
             deadline = began + config.pipeline.start_timeout_s
-            capacities = _wait_for([stage.load.remote() for stage in actors.stages], deadline, "loading", config)
-            report("warming up")
-            _wait_for([actors.scheduler.begin.remote(capacities)], deadline, "warming up", config)
-            engine = cls(config, checkpoint, plan.memory, actors, name)
+            if plan.memory is None:
+                looks = [stage.look_at_card.remote() for stage in actors.stages]
+                plan = plan_engine(config, checkpoint, _wait_for(looks, deadline, "looking at its cards", config))
+                report(f"loading {plan.summary}")
+            assert plan.memory is not None
+            loads = [stage.load.remote(spec.num_chunks) for stage, spec in zip(actors.stages, plan.stages, strict=True)]
+            capacities = _wait_for(loads, deadline, "loading", config)
+            engine = cls(config, checkpoint, plan.memory, actors, name, capacities)
         except BaseException:
             if actors is not None:
                 actors.kill()
             raise
         finally:
             checkpoint.close()
-        report("ready")
+        if warm_up:
+            engine.warm_up(lambda progress: report(str(progress)))
+            report("ready")
         return engine
+
+    def warm_up(self, on_progress: ReportProgress | None = None, first_requests: Callable[[], None] | None = None) -> None:
+        """Do everything that happens once, from compiling kernels to the first requests, and count from zero; blocks.
+
+        Args:
+            on_progress:    told how far it is.
+            first_requests: sends requests the way clients will; default: straight to `generate`.
+
+        Raises:
+            QSAError: it cannot be done; the engine is closed.
+        """
+        report, limit_s = on_progress or (lambda _: None), self.config.pipeline.start_timeout_s
+        try:
+            self.starts, total = warm_stages(self._actors.stages, report, AFTER_STAGES, limit_s)
+            report(WarmUpProgress(total - 2, total, "a first step through all stages"))
+            num_tokens = self.first_tokens
+            call = self._scheduler.begin.remote(self._capacities, num_tokens)
+            _wait_for([call], time.monotonic() + limit_s, "warming up", self.config)
+            report(WarmUpProgress(total - 1, total, "first requests"))
+            if first_requests is not None:
+                first_requests()
+            else:
+                with ThreadPoolExecutor(1) as thread:  # which has no event loop of its own
+                    thread.submit(asyncio.run, send_first_requests(self, num_tokens)).result()
+            _wait_for([self._scheduler.reset_stats.remote()], time.monotonic() + limit_s, "warming up", self.config)
+            report(WarmUpProgress(total, total))
+        except BaseException:
+            self.close()
+            raise
+        for start in self.starts:
+            logger.info("%s", start)
+
+    @property
+    def first_tokens(self) -> int:
+        """Length of the first prompts: a whole prefill chunk on cards, where it is done in a moment."""
+        wanted = prefill_chunk(self.config) if self.config.pipeline.device == "cuda" else WARM_UP_TOKENS
+        return max(1, min(wanted, self.longest_sequence - 2 * NUM_TOKENS))
 
     async def generate(
         self,

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from qsa.actors.stage import StageActor
 from qsa.actors.stage_spec import StageSpec
 from qsa.actors.stage_steps import ModelBuilder
 from qsa.config import EngineConfig
+from qsa.device import missing_for_cards, prefill_chunk, settle
 from qsa.errors import ConfigError
+from qsa.memory.budget import CardMemory
 from qsa.model.checkpoint.load import Checkpoint
-from qsa.plan import MemoryPlan, find_calibration, plan_memory, planned_device, sparse_configs
+from qsa.plan import MemoryPlan, find_calibration, model_len, plan_memory, sparse_configs, stage_layers
 
 NAMESPACE = "qsa"  # of all named actors, whatever namespace the driver has
 SCHEDULER_CPUS = 0.25
@@ -34,60 +37,75 @@ _Scheduler = _remote(max_restarts=0, max_task_retries=0)(SchedulerActor)
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """Everything that is decided before an actor starts."""
+    """Everything that is decided about the actors. `memory`: None until the stages have looked at their cards."""
 
-    memory: MemoryPlan
+    memory: MemoryPlan | None
     stages: tuple[StageSpec, ...]
     scheduler: SchedulerSpec
 
     @property
     def summary(self) -> str:
-        layers = ", ".join(f"layers {s.first_layer}-{s.last_layer - 1} with {s.num_chunks} MiB of KV" for s in self.stages)
-        return f"{len(self.stages)} stages on {self.stages[0].device}: {layers}"
+        kv = [f" with {s.num_chunks} MiB of KV" if self.memory is not None else "" for s in self.stages]
+        layers = ", ".join(f"layers {s.first_layer}-{s.last_layer - 1}{more}" for s, more in zip(self.stages, kv, strict=True))
+        return f"{len(self.stages)} stage{'s' if len(self.stages) > 1 else ''} on {self.stages[0].device}: {layers}"
 
 
-def plan_engine(config: EngineConfig, checkpoint: Checkpoint) -> EnginePlan:
+def place(config: EngineConfig) -> EngineConfig:
+    """The configuration with device and cards a stage settled by the Ray cluster that this process is attached to, else by
+    this machine."""
+    if not ray.is_initialized():
+        return settle(config)
+    has_what_it_takes = missing_for_cards() is None
+    resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return settle(config, int(resources.get("GPU", 0)) if has_what_it_takes else 0)
+
+
+def plan_engine(config: EngineConfig, checkpoint: Checkpoint, cards: Sequence[CardMemory] | None = None) -> EnginePlan:
     """Turn the configuration into the actors' specs.
+
+    Args:
+        cards: the card of each stage; None: not known yet, and then the memory of stages on cards is not planned.
 
     Raises:
         ConfigError: settings that do not go with this model.
-        BudgetError: not enough memory; nothing has been started or read.
+        BudgetError: not enough memory; nothing has been read.
     """
-    pipeline, limits = config.pipeline, config.limits
-    if planned_device(config) == "cuda":
-        raise ConfigError(
-            "pipeline.device is cuda, but stages compute on the CPU only so far: prefill and exact rerank have no GPU"
-            " operator yet; set pipeline.device to cpu"
-        )
+    config = place(config)
+    pipeline, limits, device = config.pipeline, config.limits, config.pipeline.device
     calibration = find_calibration(config)
-    sparse, code_dim = sparse_configs(config, calibration)
-    memory = plan_memory(checkpoint, config, sparse=sparse, code_dim=code_dim)
+    sparse, code_dim = sparse_configs(config, calibration, checkpoint.spec)
+    max_model_len = model_len(checkpoint.spec, config)
+    memory = None
+    if device == "cpu" or cards is not None:
+        memory = plan_memory(checkpoint, config, sparse=sparse, code_dim=code_dim, cards=cards)
     cores = len(os.sched_getaffinity(0))
     stages = tuple(
         StageSpec(
             stage=stage,
             num_stages=pipeline.num_stages,
-            first_layer=part.first_layer,
-            last_layer=part.last_layer,
+            first_layer=first,
+            last_layer=last,
             model_path=str(checkpoint.path),
-            num_chunks=part.num_chunks,
+            num_chunks=memory.stages[stage].num_chunks if memory is not None else 0,
             max_sequences=limits.max_sequences,
-            max_model_len=memory.max_model_len,
+            max_model_len=max_model_len,
             sparse=sparse,
             calibration_path=calibration,
             dtype=config.model.dtype,
             kv_dtype=config.model.kv_dtype,
             quantization=config.model.quantization,
-            device=memory.device,
+            load_format=config.model.load_format,
+            device=device,
+            prefill_chunk=prefill_chunk(config),
             num_threads=pipeline.threads_per_stage or max(1, cores // pipeline.num_stages),
         )
-        for stage, part in enumerate(memory.stages)
+        for stage, (first, last) in enumerate(stage_layers(checkpoint.spec, config))
     )
     scheduler = SchedulerSpec(
         max_sequences=limits.max_sequences,
         max_waiting=limits.max_waiting,
-        max_model_len=memory.max_model_len,
-        prefill_chunk=limits.prefill_chunk,
+        max_model_len=max_model_len,
+        prefill_chunk=prefill_chunk(config),
         growth_horizon=limits.growth_horizon,
         eos_token_ids=checkpoint.eos_token_ids,
         lanes=pipeline.lanes,
@@ -104,11 +122,12 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint) -> EnginePlan:
 def engine_bundles(config: EngineConfig) -> list[dict[str, float]]:
     """What the engine's actors reserve: the scheduler, then one bundle a stage. A Serve deployment puts these behind its
     replica's own bundle in `placement_group_bundles`."""
-    stage = {"CPU": config.pipeline.cpus_per_stage}
-    if planned_device(config) == "cuda":
-        stage["GPU"] = 1.0
+    pipeline = place(config).pipeline
+    stage = {"CPU": pipeline.cpus_per_stage}
+    if pipeline.device == "cuda":
+        stage["GPU"] = pipeline.gpus_per_stage or 1.0
     stage = {name: amount for name, amount in stage.items() if amount > 0} or {"CPU": 0.01}  # a bundle cannot be empty
-    return [{"CPU": SCHEDULER_CPUS}, *(dict(stage) for _ in range(config.pipeline.num_stages))]
+    return [{"CPU": SCHEDULER_CPUS}, *(dict(stage) for _ in range(pipeline.num_stages))]
 
 
 @dataclass
@@ -182,12 +201,21 @@ def _reserve(bundles: list[dict[str, float]], timeout_s: float) -> PlacementGrou
             raise ConfigError(
                 f"the engine reserves {wanted['CPU']:g} CPU and {wanted['GPU']:g} GPU, but the Ray cluster has"
                 f" {free.get('CPU', 0):g} CPU and {free.get('GPU', 0):g} GPU free; lower pipeline.cpus_per_stage"
+                + (" or pipeline.gpus_per_stage" if wanted["GPU"] else "")
             )
     return group
 
 
-def start_local_ray(*, num_cpus: int | None = None, include_dashboard: bool = False, dashboard_port: int | None = None) -> str:
+def start_local_ray(
+    *,
+    num_cpus: int | None = None,
+    num_gpus: int | None = None,
+    include_dashboard: bool = False,
+    dashboard_port: int | None = None,
+) -> str:
     """Start a Ray cluster of this process's own, on this machine only; it ends with `ray.shutdown` or the process.
+
+    num_gpus: None: those that Ray finds.
 
     Every port is on 127.0.0.1, and token authentication is on unless RAY_AUTH_MODE says otherwise: Ray keeps the token in
     ~/.ray/auth_token, where its command-line tools find it.
@@ -206,6 +234,7 @@ def start_local_ray(*, num_cpus: int | None = None, include_dashboard: bool = Fa
         address="local",
         _node_ip_address="127.0.0.1",
         num_cpus=num_cpus or max(4, len(os.sched_getaffinity(0))),
+        num_gpus=num_gpus,
         include_dashboard=include_dashboard,
         dashboard_host="127.0.0.1",
         dashboard_port=dashboard_port,

@@ -30,6 +30,15 @@ LEASE_S = 30.0  # a client that has not polled for so long is gone, and its requ
 FORGET_LEASES = 20  # and after so many times that, it is forgotten
 STATS_TIMEOUT_S = 2.0
 CONTROL = {"concurrency_group": "control"}
+WARM_UP_TOKENS = 64
+WARM_UP_SAMPLING = (  # every way the sampler can take
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.8, top_p=0.9, logprobs=5),
+    SamplingParams(temperature=0.8, top_k=40, min_p=0.05),
+    SamplingParams(
+        temperature=1.0, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1, logit_bias=((0, 1.0),)
+    ),
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +48,7 @@ class SchedulerSpec:
     """The settings of a SchedulerActor; plain values. Names as in `Scheduler`.
 
     Attributes:
-        vocab_size:    token ids of a request must be below it.
-        warm_up_tokens: prompt length of the step that warms the stages up before the first request.
+        vocab_size: token ids of a request must be below it.
     """
 
     max_sequences: int
@@ -53,7 +61,6 @@ class SchedulerSpec:
     sparse: dict[int, SparseConfig]
     vocab_size: int
     default_sparse_id: int
-    warm_up_tokens: int = 64
     lease_s: float = LEASE_S
     tick_s: float = TICK_S
 
@@ -74,6 +81,7 @@ class SchedulerActor:
     def __init__(self, spec: SchedulerSpec, stages: Sequence[Any]) -> None:
         self._spec, self._stages = spec, list(stages)
         self._scheduler: Scheduler | None = None
+        self._capacities: tuple[StageCapacity, ...] = ()
         self._idle_lanes = set(range(spec.lanes))
         self._clients: dict[str, _Client] = {}
         self._owners: dict[str, _Client] = {}  # by request id
@@ -85,16 +93,25 @@ class SchedulerActor:
     def __repr__(self) -> str:
         return f"Scheduler({len(self._stages)} stages, {self._spec.lanes} lanes)"
 
-    async def begin(self, capacities: Sequence[StageCapacity]) -> None:
-        """Warm the stages up, then take requests.
+    async def begin(self, capacities: Sequence[StageCapacity], warm_up_tokens: int = WARM_UP_TOKENS) -> None:
+        """Send a first prompt through the stages, then take requests.
+
+        warm_up_tokens: length of that prompt, if a prefill chunk and the model's context allow it.
 
         Raises:
-            QSAError: a stage could not run the warm-up.
+            QSAError: a stage could not run it.
         """
+        await self._warm_up(warm_up_tokens)
+        self._capacities = tuple(capacities)
+        self._scheduler = self._new_scheduler()
+        self._began_at = time.monotonic()
+        self._watchdog.start()
+        self._leases = asyncio.get_running_loop().create_task(self._watch_leases())
+
+    def _new_scheduler(self) -> Scheduler:
         spec = self._spec
-        await self._warm_up()
-        self._scheduler = Scheduler(
-            capacities,
+        return Scheduler(
+            self._capacities,
             max_sequences=spec.max_sequences,
             max_waiting=spec.max_waiting,
             max_model_len=spec.max_model_len,
@@ -104,21 +121,38 @@ class SchedulerActor:
             lanes=spec.lanes,
             sparse=spec.sparse,
         )
-        self._began_at = time.monotonic()
-        self._watchdog.start()
-        self._leases = asyncio.get_running_loop().create_task(self._watch_leases())
 
-    async def _warm_up(self) -> None:
-        """A short prompt and a decode step through all stages, before the first request pays for what happens once."""
-        num_tokens = min(self._spec.warm_up_tokens, self._spec.prefill_chunk, self._spec.max_model_len - 1)
-        sampling = SamplingParams(temperature=0.0)
-        prompt = SequenceStep("warm-up", 0, 0, (0,) * num_tokens, is_prefill=True, sampling=sampling)
-        decode = SequenceStep("warm-up", 0, num_tokens, (0,), is_prefill=False, sampling=sampling)
-        opened = ((0, self._spec.default_sparse_id),)
-        await self._send(StepPlan(0, -3, 0, (prompt,), open_slots=opened))
-        await self._send(StepPlan(0, -2, 0, (decode,)))
+    async def _warm_up(self, num_tokens: int) -> None:
+        """A prompt and a decode step of every kind of sampling through all stages, before the first request pays for what
+        happens once."""
+        spec = self._spec
+        num_tokens = max(1, min(num_tokens, spec.prefill_chunk, spec.max_model_len - len(WARM_UP_SAMPLING)))
+        prompt = SequenceStep("warm-up", 0, 0, (0,) * num_tokens, is_prefill=True, sampling=WARM_UP_SAMPLING[0])
+        steps = [(prompt,)]
+        for position, sampling in zip(range(num_tokens, spec.max_model_len), WARM_UP_SAMPLING, strict=False):
+            counts = ((0, 1),) if sampling.presence_penalty else ()
+            steps.append((SequenceStep("warm-up", 0, position, (0,), is_prefill=False, sampling=sampling, counts=counts),))
+        first = -len(steps) - 1  # so that the first real step is number 0
+        for number, items in enumerate(steps):
+            opened = () if number else ((0, spec.default_sparse_id),)
+            await self._send(StepPlan(0, first + number, 0, items, open_slots=opened))
         await self._send(StepPlan(0, -1, 0, release_slots=(0,)))
+        await self._reset_stages()
+
+    async def _reset_stages(self) -> None:
         await asyncio.gather(*(_answer(stage.reset_stats.options(**CONTROL).remote()) for stage in self._stages))
+
+    async def reset_stats(self) -> None:
+        """Count from zero, and forget what was learned about load, once the requests so far have left every stage."""
+        scheduler = self._alive()
+        while not scheduler.is_idle or len(self._idle_lanes) < self._spec.lanes:
+            await asyncio.sleep(0.002)
+            self._alive()
+        fresh = self._new_scheduler()
+        fresh.epoch = scheduler.epoch + 1
+        self._scheduler = fresh
+        await self._reset_stages()
+        self._began_at = time.monotonic()
 
     # requests
 

@@ -14,8 +14,10 @@ class StageSpec:
     """What a stage is made of; plain values, so that it travels to the stage's process.
 
     Attributes:
-        model_path:  as in the configuration; every stage opens it and reads its own layers only.
-        num_threads: CPU threads of its operators.
+        model_path:    as in the configuration; every stage opens it and reads its own layers only.
+        num_chunks:    of its KV pool; on a card decided when the stage has looked at it, and 0 until then.
+        prefill_chunk: most tokens of a prefill step.
+        num_threads:   CPU threads of its operators.
     """
 
     stage: int
@@ -31,7 +33,9 @@ class StageSpec:
     dtype: str = "auto"
     kv_dtype: str = "auto"
     quantization: str = "auto"
+    load_format: str = "auto"
     device: str = "cpu"
+    prefill_chunk: int = 512
     num_threads: int = 1
 
     @property

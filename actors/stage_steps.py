@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from qsa.actors.stage_spec import StageSpec
+from qsa.actors.telemetry import StageStart
 from qsa.actors.transport import HiddenMessage, ObjectStoreTransport
+from qsa.device import OLDEST_CAPABILITY
+from qsa.errors import BudgetError, ConfigError
+from qsa.kernels.summaries.code import save_calibration
+from qsa.memory.budget import CardMemory, gib
 from qsa.model.batch import Segment
 from qsa.model.build import build_stage
-from qsa.model.checkpoint.load import open_checkpoint
+from qsa.model.checkpoint.open import dummy_calibration, open_model
 from qsa.model.sampler import SampleRow, sample
 from qsa.scheduler.growth import StageCapacity
 from qsa.scheduler.plan import SelectionStats, SequenceResult, SequenceStep, StepPlan, StepResult
@@ -20,7 +28,12 @@ from qsa.scheduler.request import SamplingParams, TokenOutput
 
 
 class Model(Protocol):
-    """The part of `StageModel` that a stage uses; a test may bring a scripted one."""
+    """The part of `StageModel` that a stage uses; a test may bring a scripted one.
+
+    A model may also have `warm_up(progress)`, which does everything that happens once (kernels compiled, graphs captured),
+    calls `progress(done, total, what)` on the way and leaves no slot open; and `device_name`, `backend`, `operator_names` and
+    `num_graphs`, for the log.
+    """
 
     dtype: torch.dtype
     attention: Any
@@ -39,12 +52,19 @@ class Model(Protocol):
 
 
 ModelBuilder = Callable[[StageSpec], Model]
+ReportWarmUp = Callable[[int, int, str], None]
 
 
 def build_model(spec: StageSpec) -> Model:
     """The product's ModelBuilder: read the stage's layers from the checkpoint."""
-    checkpoint = open_checkpoint(spec.model_path)
-    try:
+    checkpoint = open_model(spec.model_path, spec.load_format, spec.device)
+    calibration_path = spec.calibration_path
+    with contextlib.ExitStack() as stack:
+        stack.callback(checkpoint.close)
+        if calibration_path is None and spec.load_format == "dummy":
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="qsa-"))
+            calibration_path = Path(folder) / "dummy.code.safetensors"
+            save_calibration(calibration_path, dummy_calibration(checkpoint.spec), checkpoint.spec.name)
         return build_stage(
             checkpoint,
             first_layer=spec.first_layer,
@@ -53,14 +73,27 @@ def build_model(spec: StageSpec) -> Model:
             max_sequences=spec.max_sequences,
             max_model_len=spec.max_model_len,
             sparse=spec.sparse,
-            calibration_path=spec.calibration_path,
+            calibration_path=calibration_path,
             dtype=spec.dtype,
             kv_dtype=spec.kv_dtype,
             quantization=spec.quantization,
             device=spec.device,
         )
-    finally:
-        checkpoint.close()
+
+
+def look_at_card(spec: StageSpec) -> CardMemory:
+    """The card of this process and what is free on it, this process's own context taken off already.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigError(f"pipeline.device is cuda, but stage {spec.stage} finds no NVIDIA GPU where it runs")
+    card = torch.cuda.get_device_properties(0)
+    if (card.major, card.minor) < OLDEST_CAPABILITY:
+        raise ConfigError(f"pipeline.device is cuda, but {card.name} is older than Ampere; set pipeline.device to cpu")
+    free, total = torch.cuda.mem_get_info(0)
+    return CardMemory(str(card.uuid), card.name, free, total)
 
 
 class StageSteps:
@@ -74,8 +107,10 @@ class StageSteps:
         """
         torch.set_num_threads(spec.num_threads)
         self._spec = spec
-        self.model = build(spec)
-        self._transport = ObjectStoreTransport(self.model.dtype, torch.device(spec.device))
+        self._device = torch.device(spec.device)
+        with _memory_named(spec, "loading"):
+            self.model = build(spec)
+        self._transport = ObjectStoreTransport(self.model.dtype, self._device)
         self._sparse_ids: dict[int, int] = {}  # slot -> its sequence's configuration
 
     def capacity(self) -> StageCapacity:
@@ -83,6 +118,28 @@ class StageSteps:
         spec, model = self._spec, self.model
         summaries = {sparse_id: model.attention.summary_layout(sparse_id) for sparse_id in spec.sparse}
         return StageCapacity(spec.last_layer - spec.first_layer, model.cache.pool.num_chunks, model.cache.kv, summaries)
+
+    def warm_up(self, report: ReportWarmUp) -> StageStart:
+        """Let the model do what happens once.
+
+        Raises:
+            BudgetError: the card's memory was not enough for it.
+        """
+        began, model, spec = time.monotonic(), self.model, self._spec
+        warm_up = getattr(model, "warm_up", None)
+        if warm_up is not None:
+            with _memory_named(spec, "warming up"):
+                warm_up(report)
+        operators = getattr(model, "operator_names", getattr(model.attention, "operator_names", ()))
+        return StageStart(
+            stage=spec.stage,
+            layers=(spec.first_layer, spec.last_layer),
+            device=torch.cuda.get_device_name(0) if self._device.type == "cuda" else spec.device,
+            backend=str(getattr(model, "backend", getattr(model.attention, "backend", "torch"))),
+            operators=tuple(operators),
+            num_graphs=int(getattr(model, "num_graphs", 0)),
+            warm_up_s=time.monotonic() - began,
+        )
 
     def run(self, plan: StepPlan, message: HiddenMessage | None, began: float) -> HiddenMessage | StepResult:
         """This stage's part of a step; `began` is when its time began to count."""
@@ -97,6 +154,8 @@ class StageSteps:
             else:
                 packed = self._transport.pack(out)
             selection += self._selection(plan)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # a step has ended, and its time is true, when its work has
         times = (*(message.compute_ms if message is not None else ()), (time.perf_counter() - began) * 1e3)
         if self._spec.is_last:
             return StepResult(plan.epoch, plan.step, plan.lane, results, selection, times)
@@ -132,6 +191,20 @@ class StageSteps:
             for s in self.model.attention.take_stats()
             if s.slot in request_ids
         )
+
+
+@contextlib.contextmanager
+def _memory_named(spec: StageSpec, doing: str) -> Iterator[None]:
+    """A card that is full becomes an error that says what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(0)
+        raise BudgetError(
+            f"stage {spec.stage} ran out of memory on {torch.cuda.get_device_name(0)} while {doing}, with {gib(free)} of"
+            f" {gib(total)} left and {spec.num_chunks} MiB of KV; set cache.device_bytes to less than that, or lower"
+            f" limits.prefill_chunk ({spec.prefill_chunk}): {str(error).splitlines()[0]}"
+        ) from None
 
 
 def _sample(items: Sequence[SequenceStep], logits: torch.Tensor) -> tuple[SequenceResult, ...]:

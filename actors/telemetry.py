@@ -32,6 +32,46 @@ class StageStats:
 
 
 @dataclass(frozen=True)
+class WarmUpProgress:
+    """How far a warm-up is. `total` may still grow; `what`: what is being done now, in a few words."""
+
+    done: int = 0
+    total: int = 0
+    what: str = ""
+
+    def __str__(self) -> str:
+        return f"warming up {self.done}/{self.total}" + (f": {self.what}" if self.what else "")
+
+
+@dataclass(frozen=True)
+class StageStart:
+    """What a stage computes with, once it is warm.
+
+    Attributes:
+        device:     the card's name, or cpu.
+        operators:  of its attention, by name.
+        num_graphs: CUDA graphs captured.
+        warm_up_s:  seconds of its own warm-up.
+    """
+
+    stage: int
+    layers: tuple[int, int]
+    device: str
+    backend: str
+    operators: tuple[str, ...]
+    num_graphs: int
+    warm_up_s: float
+
+    def __str__(self) -> str:
+        first, last = self.layers
+        return (
+            f"stage {self.stage}: layers {first} to {last - 1} on {self.device}, backend {self.backend},"
+            f" attention {', '.join(self.operators) or 'unknown'}; {self.num_graphs} graphs captured,"
+            f" warm after {self.warm_up_s:.1f} s"
+        )
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """The whole engine now; every count begins at zero when the engine is ready."""
 

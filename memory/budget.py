@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from qsa.errors import BudgetError, ConfigError
 from qsa.memory.layout import CHUNK_BYTES
 
 CPU_KV_SHARE = 0.4  # of the available memory, all stages together, for a pool whose size is not configured
-CUDA_KV_SHARE = 0.9  # of what weights and workspace leave free on a card
+CARD_KV_SHARE = 0.97  # of what weights and workspace leave free on a card: allocators round up
 
 _MEMINFO = Path("/proc/meminfo")
 _V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
@@ -41,6 +39,16 @@ class StageNeed:
         return self.weight_bytes + self.workspace_bytes
 
 
+@dataclass(frozen=True)
+class CardMemory:
+    """The card a stage computes on, as it is before the stage takes anything. `card`: the same for stages that share one."""
+
+    card: str
+    name: str
+    free_bytes: int
+    total_bytes: int
+
+
 def available_host_bytes() -> int:
     """Memory that processes of this machine, or of this container, can still take.
 
@@ -57,13 +65,6 @@ def available_host_bytes() -> int:
             continue
         available = min(available, max(left, 0))
     return available
-
-
-def available_device_bytes(device: torch.device) -> int:
-    """Free memory of a GPU, or of the host for the CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return available_host_bytes()
 
 
 def share_host(needs: Sequence[StageNeed], available: int, device_bytes: int | None) -> tuple[int, ...]:
@@ -95,24 +96,40 @@ def share_host(needs: Sequence[StageNeed], available: int, device_bytes: int | N
     return chunks
 
 
-def share_cards(needs: Sequence[StageNeed], available: Sequence[int], device_bytes: int | None) -> tuple[int, ...]:
-    """Chunks of each stage when every stage has a card of its own; `available`: free bytes of each card.
+def share_cards(needs: Sequence[StageNeed], cards: Sequence[CardMemory], device_bytes: int | None) -> tuple[int, ...]:
+    """Chunks of each stage on its card; stages on one card share what is free there by the chunks a sequence takes.
+
+    Args:
+        cards:        the card of each stage.
+        device_bytes: configured bytes of a stage's pool; None: as wanted, at most CARD_KV_SHARE of what is left.
 
     Raises:
-        BudgetError: a card cannot hold its stage, or a pool is too small.
+        BudgetError: a card cannot hold its stages, or a pool is too small.
     """
     if device_bytes is not None:
         _configured(needs, device_bytes)
     chunks = []
-    for stage, (need, free) in enumerate(zip(needs, available, strict=True)):
-        left = free - need.fixed_bytes
-        if left < (device_bytes or CHUNK_BYTES):
+    for stage, (need, own) in enumerate(zip(needs, cards, strict=True)):
+        mates = [other for other, card in zip(needs, cards, strict=True) if card.card == own.card]
+        free = min(card.free_bytes for card in cards if card.card == own.card)
+        fixed = sum(mate.fixed_bytes for mate in mates)
+        left = free - fixed
+        wanted = len(mates) * (CHUNK_BYTES if device_bytes is None else device_bytes)
+        if left < wanted:
+            who = f"stage {stage} needs" if len(mates) == 1 else f"{len(mates)} stages on one card need"
+            advice = "raise pipeline.num_stages" if len(mates) == 1 else "give each a card (pipeline.gpus_per_stage: 1)"
+            most = left // len(mates) // CHUNK_BYTES
+            if device_bytes is not None and most >= max(mate.least_chunks for mate in mates):
+                advice = f"lower cache.device_bytes to at most {most} MiB"
             raise BudgetError(
-                f"stage {stage} needs {gib(need.fixed_bytes)} for weights and workspace and {gib(device_bytes or CHUNK_BYTES)}"
-                f" for KV, its card has {gib(free)} free; lower cache.device_bytes, or raise pipeline.num_stages"
+                f"{who} {gib(fixed)} for weights and workspace and {gib(wanted)} for KV, but {own.name} has {gib(free)} of"
+                f" {gib(own.total_bytes)} free; {advice}, or choose smaller weights (model.quantization)"
             )
-        limit = int(CUDA_KV_SHARE * left) // CHUNK_BYTES
-        chunks.append(device_bytes // CHUNK_BYTES if device_bytes is not None else _planned(stage, need, limit))
+        if device_bytes is not None:
+            chunks.append(device_bytes // CHUNK_BYTES)
+            continue
+        share = need.sequence_chunks / sum(mate.sequence_chunks for mate in mates)
+        chunks.append(_planned(stage, need, int(CARD_KV_SHARE * left * share) // CHUNK_BYTES))
     return tuple(chunks)
 
 

@@ -32,6 +32,8 @@ def _engine_options(parser: argparse.ArgumentParser) -> None:
         help="one setting over the file's, such as limits.max_sequences=4; may be repeated",
     )
     group.add_argument("--stages", type=int, metavar="N", help="stage actors (pipeline.num_stages)")
+    group.add_argument("--device", metavar="DEVICE", help="where stages compute: auto, cpu or cuda (pipeline.device)")
+    group.add_argument("--quantization", metavar="KIND", help="weights: auto, none, int8, int4 or fp8 (model.quantization)")
     group.add_argument("--sparse", type=int, metavar="ID", help="sparse-attention configuration of the requests; 0 is dense")
 
 

@@ -27,18 +27,23 @@ class FrozenModel(BaseModel):
 class ModelConfig(FrozenModel):
     path: str = Field("default", description="`default`, a GGUF file, a model folder, or a Hugging Face id.")
     name: str | None = Field(None, description="Name that clients use; derived from `path` when not given.")
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="auto: read the weights; dummy: random ones, from config.json alone, for benchmarks."
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Type of activations and unquantised weights; auto: bfloat16."
     )
-    quantization: Literal["auto", "none"] = Field(
-        "auto", description="auto: keep the file's low-bit weights packed where a kernel exists; none: dequantise."
+    quantization: Literal["auto", "none", "int8", "int4", "fp8"] = Field(
+        "auto",
+        description="auto: keep the file's low-bit weights packed where a kernel exists; none: dequantise; int8, int4, fp8:"
+        " quantise the layers' weights while they are read (cards).",
     )
     max_model_len: int | None = Field(None, ge=2, description="Longest sequence in tokens; default: the model's own.")
     calibration: str | None = Field(
         None, description="safetensors file of `qsa calibrate`; default: beside the model, then the shipped ones."
     )
-    kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Type of K and V; auto: as `dtype`."
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = Field(
+        "auto", description="Type of K and V; auto: as `dtype`; fp8: e4m3 with a scale a head (cards)."
     )
 
 
@@ -98,14 +103,18 @@ class SparseSettings(FrozenModel):
 class LimitsConfig(FrozenModel):
     max_sequences: int = Field(8, gt=0, description="Sequences that hold KV at the same time.")
     max_waiting: int = Field(64, ge=0, description="Requests that may wait; one more is refused as busy (429).")
-    prefill_chunk: int = Field(512, gt=0, description="Tokens of a prompt computed in one step, a multiple of 64.")
+    prefill_chunk: int | None = Field(
+        None,
+        gt=0,
+        description="Tokens of a prompt computed in one step, a multiple of 64; default: 512 on the CPU, 8192 on cards.",
+    )
     growth_horizon: int = Field(256, gt=0, description="Tokens of growth that admission keeps room for.")
     max_body_bytes: int = Field(32 * MIB, gt=0, description="Largest HTTP request body.")
 
     @field_validator("prefill_chunk")
     @classmethod
-    def _whole_tiles(cls, value: int) -> int:
-        if value % 64:
+    def _whole_tiles(cls, value: int | None) -> int | None:
+        if value is not None and value % 64:
             raise ValueError(f"prefill_chunk must be a multiple of 64, got {value}")
         return value
 
@@ -114,10 +123,20 @@ class PipelineConfig(FrozenModel):
     num_stages: int = Field(2, gt=0, description="Stage actors; each holds a run of layers.")
     lanes: int = Field(2, gt=0, le=2, description="Micro-batches in flight.")
     split: tuple[int, ...] | None = Field(None, description="Layers of each stage; default: balanced.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where stages compute; auto: the CPU, so far.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where stages compute; auto: cuda where PyTorch, Triton and an NVIDIA card are there, else cpu."
+    )
+    gpus_per_stage: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Cards that Ray reserves for a stage; default: 1, or a share where stages outnumber the cards.",
+    )
     threads_per_stage: int | None = Field(None, gt=0, description="CPU threads of a stage; default: cores / stages.")
     cpus_per_stage: float = Field(0.5, ge=0, description="CPUs that Ray reserves for a stage (a reservation, not a limit).")
-    start_timeout_s: float = Field(120.0, gt=0, description="Longest start of all actors, in seconds.")
+    start_timeout_s: float = Field(
+        120.0, gt=0, description="Longest start of all actors, and longest silence of their warm-up, in seconds."
+    )
 
 
 class ServerConfig(FrozenModel):

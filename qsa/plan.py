@@ -11,13 +11,15 @@ from pathlib import Path
 
 import torch
 
+from qsa.card_needs import card_weight_bytes, card_workspace_bytes
 from qsa.config import EngineConfig
-from qsa.errors import BudgetError, ConfigError
+from qsa.device import planned_device, prefill_chunk, settle, stage_cards
+from qsa.errors import ConfigError
 from qsa.kernels.registry import SparseConfig
 from qsa.kernels.summaries.code import load_calibration
 from qsa.memory.budget import (
+    CardMemory,
     StageNeed,
-    available_device_bytes,
     available_host_bytes,
     gib,
     share_cards,
@@ -28,6 +30,7 @@ from qsa.memory.layout import KVLayout, SummaryLayout, sequence_chunks
 from qsa.model.attention import summary_layout
 from qsa.model.build import kv_layout, resolve_dtype
 from qsa.model.checkpoint.load import Checkpoint, resolve_model
+from qsa.model.checkpoint.open import dummy_code_dim
 from qsa.model.decoder import PREFILL_COPY_BYTES
 from qsa.model.spec import ModelSpec
 
@@ -56,11 +59,18 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What every stage takes and what fits. `longest_sequence`: tokens of a request that is alone."""
+    """What every stage takes and what fits.
+
+    Attributes:
+        available_bytes:  free on the host, or on the card of each stage.
+        cards:            the card of each stage; none on the CPU.
+        longest_sequence: tokens of a request that is alone.
+    """
 
     model_name: str
     device: str
     available_bytes: tuple[int, ...]
+    cards: tuple[CardMemory, ...]
     stages: tuple[StagePlan, ...]
     max_model_len: int
     max_sequences: int
@@ -87,13 +97,16 @@ class MemoryPlan:
         if self.device == "cpu":
             total = sum(stage.total_bytes for stage in self.stages)
             return f"{gib(self.available_bytes[0])} available, {gib(total)} planned (a chunk takes memory once it is used)"
-        return "free: " + ", ".join(map(gib, self.available_bytes))
+        found = {card.card: f"{gib(card.free_bytes)} of {gib(card.total_bytes)} free on {card.name}" for card in self.cards}
+        return ", ".join(found.values())
 
     def _remarks(self) -> list[str]:
         lines = [
             f"a page is {self.page_size} tokens of one layer; limits.max_sequences {self.max_sequences},"
             f" model.max_model_len {self.max_model_len}",
         ]
+        if len({card.card for card in self.cards}) < len(self.cards):
+            lines.append("stages share a card; with pipeline.num_stages as many as there are cards it is faster")
         if self.full_sequences >= self.max_sequences:
             lines.append(f"all {self.max_sequences} sequences fit at full length")
         elif self.full_sequences:
@@ -121,6 +134,7 @@ def plan_memory(
     code_dim: int | None,
     layers: Sequence[tuple[int, int]] | None = None,
     available: Sequence[int] | None = None,
+    cards: Sequence[CardMemory] | None = None,
 ) -> MemoryPlan:
     """Share the memory between weights, workspace and KV of every stage.
 
@@ -128,26 +142,31 @@ def plan_memory(
         sparse:    configurations by id, with `auto` resolved.
         code_dim:  of the model's calibration; None without one.
         layers:    first layer and the one after the last, of each stage; default: `stage_layers`.
-        available: free bytes, one number for the host or one a card; default: probed now.
+        available: free bytes of the host, one number; default: probed now.
+        cards:     the card of each stage, when they compute on cards; default: those of this machine.
 
     Raises:
         BudgetError: it does not fit; the message says which setting to change.
         ConfigError: settings that do not go with this model.
     """
-    spec, num_stages = checkpoint.spec, config.pipeline.num_stages
+    spec = checkpoint.spec
     max_model_len = model_len(spec, config)
     _check_every_layer(sparse, spec.num_layers)
     layers = layers if layers is not None else stage_layers(spec, config)
+    config = settle(config)
     device = planned_device(config)
-    kv = kv_layout(checkpoint, resolve_dtype(config.model.kv_dtype, resolve_dtype(config.model.dtype)))
+    _check_device(config, device)
+    kv = kv_layout(checkpoint, _kv_dtype(config))
     summaries = [summary_layout(entry, spec.num_kv_heads, spec.head_dim, code_dim) for entry in sparse.values()]
     needs = [_stage_need(checkpoint, config, kv, summaries, max_model_len, first, last) for first, last in layers]
     if device == "cpu":
+        cards = ()
         available = available if available is not None else [available_host_bytes()]
         chunks = share_host(needs, available[0], config.cache.device_bytes)
     else:
-        available = available if available is not None else _free_on_cards(num_stages)
-        chunks = share_cards(needs, available, config.cache.device_bytes)
+        cards = cards if cards is not None else stage_cards(config)
+        available = [card.free_bytes for card in cards]
+        chunks = share_cards(needs, cards, config.cache.device_bytes)
     stages = tuple(
         StagePlan(first, last, need.weight_bytes, need.workspace_bytes, num_chunks, need.sequence_chunks)
         for (first, last), need, num_chunks in zip(layers, needs, chunks, strict=True)
@@ -160,6 +179,7 @@ def plan_memory(
         model_name=config.model.name or spec.name,
         device=device,
         available_bytes=tuple(available),
+        cards=tuple(cards),
         stages=stages,
         max_model_len=max_model_len,
         max_sequences=config.limits.max_sequences,
@@ -181,12 +201,6 @@ def model_len(spec: ModelSpec, config: EngineConfig) -> int:
     if wanted > spec.max_model_len:
         raise ConfigError(f"model.max_model_len is {wanted}, but {spec.name} reaches {spec.max_model_len} tokens; lower it")
     return wanted
-
-
-def planned_device(config: EngineConfig) -> str:
-    """Where the stages compute: `cpu` or `cuda`."""
-    # `auto` becomes cuda where a card is found as soon as every operator of a stage has its GPU version
-    return "cpu" if config.pipeline.device == "auto" else config.pipeline.device
 
 
 def stage_layers(spec: ModelSpec, config: EngineConfig) -> list[tuple[int, int]]:
@@ -228,12 +242,20 @@ def calibration_beside(model: Path) -> Path:
     return model.with_name(f"{model.name}.code.safetensors")
 
 
-def sparse_configs(config: EngineConfig, calibration: Path | None) -> tuple[dict[int, SparseConfig], int | None]:
-    """All sparse configurations by id, with `auto` resolved by what the calibration offers, and its code_dim."""
+def sparse_configs(
+    config: EngineConfig, calibration: Path | None, spec: ModelSpec | None = None
+) -> tuple[dict[int, SparseConfig], int | None]:
+    """All sparse configurations by id, with `auto` resolved by what the calibration offers, and its code_dim.
+
+    spec: of the model; one of random weights without a calibration gets one that is as random.
+    """
     loaded = load_calibration(calibration, 0, 1) if calibration else None
+    code_dim = loaded.code_dim if loaded else None
+    if loaded is None and spec is not None and config.model.load_format == "dummy":
+        code_dim = dummy_code_dim(spec)
     scan_every = loaded.scan_every if loaded else None
-    sparse = {number: entry.resolve(loaded is not None, scan_every) for number, entry in config.sparse.items()}
-    return sparse, loaded.code_dim if loaded else None
+    sparse = {number: entry.resolve(code_dim is not None, scan_every) for number, entry in config.sparse.items()}
+    return sparse, code_dim
 
 
 def _check_every_layer(sparse: Mapping[int, SparseConfig], num_layers: int) -> None:
@@ -245,6 +267,23 @@ def _check_every_layer(sparse: Mapping[int, SparseConfig], num_layers: int) -> N
 
 
 # parts of plan_memory
+
+
+def _check_device(config: EngineConfig, device: str) -> None:
+    """Refuse on the CPU what is computed on cards only."""
+    model = config.model
+    if device == "cpu" and model.kv_dtype == "fp8":
+        raise ConfigError("model.kv_dtype is fp8, which is for cards; set it to auto, or pipeline.device to cuda")
+    if device == "cpu" and model.quantization not in ("auto", "none"):
+        raise ConfigError(
+            f"model.quantization is {model.quantization}, which is for cards; set it to auto, or pipeline.device to cuda"
+        )
+
+
+def _kv_dtype(config: EngineConfig) -> torch.dtype:
+    if config.model.kv_dtype == "fp8":
+        return torch.float8_e4m3fn
+    return resolve_dtype(config.model.kv_dtype, resolve_dtype(config.model.dtype))
 
 
 def _stage_need(
@@ -259,10 +298,16 @@ def _stage_need(
     def chunks(seq_len: int) -> int:
         return max(sequence_chunks(kv, summary, last - first, seq_len) for summary in summaries)
 
+    if config.pipeline.device == "cuda":
+        weights = card_weight_bytes(checkpoint, config, first, last)
+        finest = min(summary.slice_size for summary in summaries)
+        workspace = card_workspace_bytes(checkpoint.spec, config, prefill_chunk(config), max_model_len, finest)
+    else:
+        weights, workspace = _weight_bytes(checkpoint, config, first, last), _workspace_bytes(checkpoint.spec, config)
     full = chunks(max_model_len)
     return StageNeed(
-        weight_bytes=_weight_bytes(checkpoint, config, first, last),
-        workspace_bytes=_workspace_bytes(checkpoint.spec, config),
+        weight_bytes=weights,
+        workspace_bytes=workspace,
         wanted_chunks=full * config.limits.max_sequences,
         sequence_chunks=full,
         least_chunks=chunks(1),
@@ -283,7 +328,7 @@ def _weight_bytes(checkpoint: Checkpoint, config: EngineConfig, first: int, last
 def _workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     """Activations of a chunk of a prompt and the logits of a step, in float32, and the process itself on the host."""
     row = 8 * spec.hidden_size + 3 * spec.intermediate_size + 3 * spec.num_q_heads * spec.head_dim
-    activations = 4 * config.limits.prefill_chunk * row
+    activations = 4 * prefill_chunk(config) * row
     logits = 4 * spec.vocab_size * (config.limits.max_sequences + 1)
     return activations + logits + PROCESS_BYTES
 
@@ -298,13 +343,3 @@ def _longest_sequence(
         fits = all(sequence_chunks(kv, summary, num_layers, middle) <= num_chunks for summary in summaries)
         low, high = (middle, high) if fits else (low, middle - 1)
     return low
-
-
-def _free_on_cards(num_stages: int) -> list[int]:
-    found = torch.cuda.device_count()
-    if found < num_stages:
-        raise BudgetError(
-            f"pipeline.num_stages is {num_stages} with one card each, but {found} are there;"
-            " lower pipeline.num_stages or set pipeline.device to cpu"
-        )
-    return [available_device_bytes(torch.device("cuda", index)) for index in range(num_stages)]

@@ -68,7 +68,7 @@ class ServerProcess:
 
         Raises:
             ConfigError: the child refused its configuration or model; the message is the child's own.
-            EngineDeadError: it failed otherwise, or was not ready in time.
+            EngineDeadError: it failed otherwise, or said nothing for too long and was not ready.
         """
         settings = self._folder / "config.yaml"
         settings.write_text(yaml.safe_dump(self.config.model_dump(mode="json")))
@@ -81,13 +81,16 @@ class ServerProcess:
                 start_new_session=True,  # Ctrl-C reaches the parent alone, which then stops the child in order
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
-        deadline = time.monotonic() + self.config.pipeline.start_timeout_s + 60  # Ray itself, before its actors
+        silence_s = self.config.pipeline.start_timeout_s + 60  # Ray itself, before its actors
+        heard, deadline = 0, time.monotonic() + silence_s
         while not self._is_ready():
             code = self._child.poll()
             if code is not None:
                 lines = _last_lines(self._log, 1)
                 message = lines[-1].removeprefix("qsa serve: ") if lines else f"exit code {code}"
                 raise (ConfigError if code == 2 else EngineDeadError)(message)
+            if (size := self._log.stat().st_size) > heard:
+                heard, deadline = size, time.monotonic() + silence_s
             if time.monotonic() > deadline:
                 tail = " | ".join(_last_lines(self._log, 3))
                 raise EngineDeadError(f"the server was not ready in time (pipeline.start_timeout_s); it said: {tail}")

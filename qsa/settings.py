@@ -15,6 +15,8 @@ SHORT_OPTIONS = {  # option -> the setting it stands for
     "host": "server.host",
     "port": "server.port",
     "stages": "pipeline.num_stages",
+    "device": "pipeline.device",
+    "quantization": "model.quantization",
     "sparse": "default_sparse_id",
 }
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.status import Status
 
 from qsa.client import Delta, server_url
@@ -68,6 +68,35 @@ class PrefillBar:
         if self._bar is not None and self._started:
             self._bar.stop()
         self._started = False
+
+
+class WarmUpBar:
+    """The progress of an engine's warm-up, drawn on standard error; on a pipe, a line whenever a tenth more is done."""
+
+    def __init__(self) -> None:
+        columns = (TextColumn("warming up"), BarColumn(bar_width=32), TextColumn("{task.description}"), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=notes, transient=True) if notes.is_terminal else None
+        self._task: TaskID | None = None
+        self._tenths = -1
+
+    def update(self, done: int, total: int, text: str) -> None:
+        if self._bar is None:
+            tenths = 10 * done // max(1, total)
+            if tenths != self._tenths:
+                self._tenths = tenths
+                notes.print(text, markup=False)
+            return
+        if self._task is None:
+            self._bar.start()
+            self._task = self._bar.add_task("", total=None)
+        shown = text.removeprefix("warming up ").replace("[", "(")
+        self._bar.update(self._task, completed=done, total=total or None, description=shown)
+
+    def stop(self) -> None:
+        """Take the bar away. Calling it again does nothing."""
+        if self._bar is not None and self._task is not None:
+            self._bar.stop()
+            self._task = None
 
 
 async def show(stream: AsyncIterator[Prefill | Delta], on_progress: Callable[[Prefill], None] | None = None) -> str:

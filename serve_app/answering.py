@@ -28,11 +28,13 @@ from qsa.serve_app.metrics import HttpMetrics, plain
 from qsa.serve_app.prompts import PromptEncoder, Workers, decode_json
 from qsa.serve_app.responses import Answer, Choice, make_usage, to_json
 from qsa.serve_app.streaming import KEEP_ALIVE, ClientGone, EventStream, event, run_until_disconnect
+from qsa.serve_app.warm_up import WarmUp
 
 logger = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 1.0
 STATS_TIMEOUT_S = 5.0
+START_WAIT_S = 20.0  # how long a request waits for an engine that is warming up, before it is told to come back
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -74,9 +76,11 @@ async def read_body(request: Request, limit: int) -> bytes:
 class Api:
     """What the routes share. State: the requests being answered, and whether the server is draining."""
 
-    def __init__(self, engine: ServingEngine, config: EngineConfig) -> None:
+    def __init__(self, engine: ServingEngine, config: EngineConfig, warm_up: WarmUp | None = None) -> None:
+        """warm_up: of an engine that is not ready yet."""
         self.engine = engine
         self.config = config
+        self._warm_up = warm_up
         self.metrics = HttpMetrics()
         self.workers = Workers()
         self.limits = ModelLimits(
@@ -109,6 +113,12 @@ class Api:
 
     async def health(self, *, for_traffic: bool) -> Response:
         """The engine's heartbeat as a status; `for_traffic`: also whether new requests are welcome."""
+        warm_up = self._warm_up
+        if warm_up is not None and warm_up.reason is not None:
+            if for_traffic or warm_up.failed is not None:
+                headers = {"Retry-After": "1" if warm_up.failed is None else "5"}
+                return error_response(ApiError(503, warm_up.reason, code="engine_unavailable", headers=headers))
+            return json_response({"status": warm_up.reason, "heartbeat_age_s": None})
         reason: str | None = None
         age = None
         try:
@@ -179,6 +189,8 @@ class Api:
         if self.draining:
             raise EngineDeadError("the server is shutting down")
         data = await read_body(request, self.config.limits.max_body_bytes)
+        if self._warm_up is not None and self._warm_up.reason is not None:
+            await self._warm_up.wait(START_WAIT_S)
         options, prompts = await self.workers.run(len(data), self._prepare, data, is_chat)
         num_top = max(options.sampling.logprobs, 0)
         answer = Answer(

@@ -18,6 +18,7 @@ from qsa.serve_app.auth import KeyCheck
 from qsa.serve_app.errors import ApiError, bad_request
 from qsa.serve_app.generation import ServingEngine
 from qsa.serve_app.metrics import plain
+from qsa.serve_app.warm_up import WarmUp
 
 GET = ["GET", "HEAD"]
 
@@ -42,9 +43,12 @@ class Guard:
         await self._app(scope, receive, send)
 
 
-def make_api(engine: ServingEngine, config: EngineConfig) -> FastAPI:
-    """The whole HTTP API of one engine. `app.state.api` is its `Api`; the caller owns the engine."""
-    api = Api(engine, config)
+def make_api(engine: ServingEngine, config: EngineConfig, warm_up: WarmUp | None = None) -> FastAPI:
+    """The whole HTTP API of one engine. `app.state.api` is its `Api`; the caller owns the engine.
+
+    warm_up: of an engine that is not ready yet; None: it is.
+    """
+    api = Api(engine, config, warm_up)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

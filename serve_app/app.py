@@ -23,17 +23,20 @@ from fastapi import FastAPI
 from ray import serve
 
 from qsa.actors.engine import Engine
-from qsa.actors.placement import engine_bundles
+from qsa.actors.placement import engine_bundles, place
+from qsa.actors.telemetry import WarmUpProgress
 from qsa.config import EngineConfig, load_config
 from qsa.errors import EngineDeadError
 from qsa.serve_app.api import make_api
+from qsa.serve_app.warm_up import WarmUp, send_first_requests
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ray.serve")  # what Serve writes to the replica's log
 
 REPLICA_CPUS = 0.25
 MAX_ONGOING = 4096  # far above what the engine admits: whoever comes on top is told 429 by the engine, with a reason
 HEALTH_PERIOD_S = 2.0  # Serve replaces a replica after three failures in a row
 HEALTH_TIMEOUT_S = 30.0  # of one check, for a machine that is short of CPU
+SHORT_WARM_UP_S = 5.0  # a warm-up that takes no longer is over when the deployment is running
 DRAIN_MARGIN_S = 10.0  # between the end of the last stream and the moment Serve kills the replica
 
 
@@ -43,7 +46,9 @@ class EngineReplica:
     """One engine behind HTTP. State: the engine and its API; both end with the replica."""
 
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]
-        """Start the engine; the replica takes requests only once it is ready.
+        """Start the engine and begin its warm-up; the replica answers HTTP from then on, with 503 until it is warm.
+
+        A short warm-up ends first, and so does any where another replica answers meanwhile.
 
         Raises:
             QSAError: the engine cannot start. Nothing of it is left.
@@ -52,20 +57,58 @@ class EngineReplica:
         config = EngineConfig.model_validate(settings)
         context = serve.get_replica_context()
         name = f"{context.app_name}/{context.replica_tag}"
-        report = logger.info
-        self._engine = await asyncio.to_thread(Engine.start, config, name=name, on_progress=report)
-        self._app = make_api(self._engine, config)
+        self._engine = await asyncio.to_thread(Engine.start, config, name=name, on_progress=logger.info, warm_up=False)
+        self._state = WarmUp()
+        self._app = make_api(self._engine, config, self._state)
         self._drain_s = config.server.drain_s
         self._watch = asyncio.create_task(self._drain_when_stopping())
+        warming = self._warming = asyncio.create_task(self._warm_up(config))
+        has_company = await asyncio.to_thread(_has_running_replica, context.app_name, context.deployment)
+        await asyncio.wait({warming}, timeout=None if has_company else SHORT_WARM_UP_S)
+        if warming.done():
+            warming.result()
 
     def __repr__(self) -> str:
         return f"EngineReplica({self._engine.model_name})"
+
+    async def _warm_up(self, config: EngineConfig) -> None:
+        """Warm the engine up, with first requests through an API that is thrown away with its counters."""
+        state, engine = self._state, self._engine
+        loop, api = asyncio.get_running_loop(), make_api(engine, config)
+
+        def report(progress: WarmUpProgress) -> None:
+            state.report(progress.done, progress.total, str(progress))
+
+        def first_requests() -> None:
+            work = send_first_requests(api, engine, engine.first_tokens, config.server.api_keys)
+            asyncio.run_coroutine_threadsafe(work, loop).result()
+
+        try:
+            await asyncio.to_thread(engine.warm_up, report, first_requests)
+        except Exception as error:
+            state.fail(error)
+            raise
+        finally:
+            api.state.api.close()
+        state.finish()
+        for start in engine.starts:
+            logger.info("%s", start)
+
+    async def start_state(self) -> dict[str, Any]:
+        """How far the start is, for whoever started the server: see `run.Start`."""
+        state = self._state
+        starts = [] if state.reason is not None else [str(start) for start in self._engine.starts]
+        return {"reason": state.reason, "failed": state.failed, "numbers": state.numbers, "stages": starts}
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app
 
     async def check_health(self) -> None:
         """Called by Serve, which replaces the replica, and with it the engine, when this keeps failing."""
+        if self._state.failed is not None:
+            raise EngineDeadError(self._state.failed)
+        if self._state.reason is not None:
+            return
         health = await self._engine.health()
         if not health.ok:
             raise EngineDeadError(health.reason or "the engine is not healthy")
@@ -81,8 +124,9 @@ class EngineReplica:
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # the constructor failed
-            self._watch.cancel()
             self._engine.close()
+            self._watch.cancel()
+            self._warming.cancel()
 
 
 def _bind_to_own_address() -> None:
@@ -99,6 +143,13 @@ def _bind_to_own_address() -> None:
     address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     host = f"[{address}]" if ":" in address else address
     replica_module.add_port_to_grpc_server = lambda server, where: bind(server, where.replace("[::]", host))
+
+
+def _has_running_replica(app_name: str, deployment: str) -> bool:
+    """Whether another replica of the deployment answers requests now, so that this one need not."""
+    application = serve.status().applications.get(app_name)
+    status = None if application is None else application.deployments.get(deployment)
+    return status is not None and any(state.value == "RUNNING" and count for state, count in status.replica_states.items())
 
 
 def _is_stopping() -> bool:
@@ -135,6 +186,7 @@ def config_from_args(args: dict[str, Any]) -> EngineConfig:
 
 def make_app(config: EngineConfig) -> serve.Application:
     """The application of one configuration, ready for `serve.run`."""
+    config = place(config)
     deployment = EngineReplica.options(  # type: ignore[attr-defined]
         ray_actor_options={"num_cpus": REPLICA_CPUS},
         placement_group_bundles=[{"CPU": REPLICA_CPUS}, *engine_bundles(config)],
@@ -155,4 +207,8 @@ def build_app(args: dict[str, Any]) -> serve.Application:
     return make_app(config_from_args(args))
 
 
-app = make_app(EngineConfig())
+def __getattr__(name: str) -> serve.Application:
+    """`app`: the default model, made when it is asked for, which is where Ray is known."""
+    if name == "app":
+        return make_app(EngineConfig())
+    raise AttributeError(f"module {__name__} has no attribute {name}")

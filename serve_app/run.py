@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import ray
 from ray import serve
@@ -17,13 +18,16 @@ from ray.serve.config import HTTPOptions, ProxyLocation
 
 from qsa.actors.placement import engine_bundles, plan_engine, start_local_ray
 from qsa.config import EngineConfig
+from qsa.device import num_local_cards, settle, stage_cards
 from qsa.errors import ConfigError, EngineDeadError
-from qsa.model.checkpoint.load import open_checkpoint
+from qsa.model.checkpoint.open import open_model
 from qsa.serve_app.app import DRAIN_MARGIN_S, REPLICA_CPUS, make_app
 
 APP_NAME = "qsa"
 IDLE_CONNECTION_S = 75  # longer than the pools of HTTP clients keep theirs
 POLL_S = 0.5
+WARM_UP_POLL_S = 0.2
+START_TIMEOUT_S = 10.0  # of a question how far the start is
 MIN_CPUS = 4
 
 
@@ -69,15 +73,32 @@ def port_claim(port: int) -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True)
+class Start:
+    """How far the application's start is.
+
+    Attributes:
+        reason:  why it does not answer yet; None when it does.
+        failed:  why it never will.
+        numbers: steps of the warm-up done, and in all.
+        stages:  what each stage computes with, in a line, once it is warm.
+    """
+
+    reason: str | None
+    failed: str | None
+    numbers: tuple[int, int]
+    stages: tuple[str, ...]
+
+
 def check_model(config: EngineConfig) -> None:
     """Read the model's headers and plan its memory, before anything is started.
 
     Raises:
         QSAError: what the engine would say, some seconds later.
     """
-    checkpoint = open_checkpoint(config.model.path)
+    checkpoint = open_model(config.model.path, config.model.load_format)
     try:
-        plan_engine(config, checkpoint)
+        plan_engine(config, checkpoint, stage_cards(config) if config.pipeline.device == "cuda" else None)
     finally:
         checkpoint.close()
 
@@ -88,7 +109,7 @@ def cluster_cpus(config: EngineConfig) -> int:
     return max(MIN_CPUS, len(os.sched_getaffinity(0)), math.ceil(reserved))
 
 
-def start_serving(config: EngineConfig) -> None:
+def start_serving(config: EngineConfig, on_progress: Callable[[Start], None] | None = None) -> Start:
     """Deploy the application on the Ray cluster this process is attached to; returns when it can answer.
 
     Raises:
@@ -97,9 +118,23 @@ def start_serving(config: EngineConfig) -> None:
     options = HTTPOptions(host=config.server.host, port=config.server.port, keep_alive_timeout_s=IDLE_CONNECTION_S)
     serve.start(proxy_location=ProxyLocation.HeadOnly, http_options=options)
     try:
-        serve.run(make_app(config), name=APP_NAME, route_prefix="/")
+        handle = serve.run(make_app(config), name=APP_NAME, route_prefix="/")
     except RuntimeError as error:
         raise EngineDeadError(_reason(str(error))) from None
+    while True:
+        _raise_if_failed()
+        try:
+            state = handle.start_state.remote().result(timeout_s=START_TIMEOUT_S)
+        except TimeoutError:  # a machine that is short of CPU
+            continue
+        start = Start(state["reason"], state["failed"], tuple(state["numbers"]), tuple(state["stages"]))
+        if start.failed is not None:
+            raise EngineDeadError(start.failed)
+        if on_progress is not None:
+            on_progress(start)
+        if start.reason is None:
+            return start
+        time.sleep(WARM_UP_POLL_S)
 
 
 def _reason(message: str) -> str:
@@ -123,11 +158,15 @@ def stop_serving(drain_s: float) -> None:
 
 
 def serve_blocking(
-    config: EngineConfig, on_ready: Callable[[], None] | None = None, on_start: Callable[[], None] | None = None
+    config: EngineConfig,
+    on_ready: Callable[[Start], None] | None = None,
+    on_start: Callable[[EngineConfig], None] | None = None,
+    on_progress: Callable[[Start], None] | None = None,
 ) -> None:
     """Serve until interrupted (KeyboardInterrupt, SystemExit); then stop everything that was started.
 
-    `on_start` is called when port, model and memory have passed, `on_ready` when requests are answered.
+    `on_start` is called when port, model and memory have passed, with what the configuration means on this machine;
+    `on_progress` while the engine warms up; `on_ready` when requests are answered.
 
     Raises:
         ConfigError:     port taken, or a setting that cannot work; nothing has been started.
@@ -136,15 +175,19 @@ def serve_blocking(
     """
     check_port(config.server.host, config.server.port)
     with port_claim(config.server.port):
+        config = settle(config)
         check_model(config)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         if on_start is not None:
-            on_start()
+            on_start(config)
         try:
-            start_local_ray(num_cpus=cluster_cpus(config))
-            start_serving(config)
+            start_local_ray(
+                num_cpus=cluster_cpus(config),
+                num_gpus=num_local_cards() if config.pipeline.device == "cuda" else None,
+            )
+            start = start_serving(config, on_progress)
             if on_ready is not None:
-                on_ready()
+                on_ready(start)
             while True:
                 time.sleep(POLL_S)
                 _raise_if_failed()

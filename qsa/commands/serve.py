@@ -6,8 +6,14 @@ import argparse
 import signal
 import sys
 
-from qsa.serve_app.run import serve_blocking
+from qsa.config import EngineConfig
+from qsa.serve_app.run import Start, serve_blocking
 from qsa.settings import config_from
+from qsa.terminal import WarmUpBar
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -15,19 +21,26 @@ def run(args: argparse.Namespace) -> int:
     server = config.server
     name = config.model.name or config.model.path
     stages = config.pipeline.num_stages
+    bar = WarmUpBar()
 
-    def on_start() -> None:
-        print(f"starting {name} on {stages} stage{'s' if stages > 1 else ''}", file=sys.stderr, flush=True)
+    def on_start(settled: EngineConfig) -> None:
+        say(f"starting {name} on {stages} stage{'s' if stages > 1 else ''}, {settled.pipeline.device}")
 
-    def on_ready() -> None:
+    def on_progress(start: Start) -> None:
+        if start.reason is not None:
+            bar.update(*start.numbers, start.reason)
+
+    def on_ready(start: Start) -> None:
+        bar.stop()
+        for line in start.stages:
+            say(line)
         # Ray has put a handler of its own before ours, which prints a stack when the server is asked to stop
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         url = f"http://{server.host}:{server.port}"
-        print(
-            f"serving {name} on {url} (OpenAI base URL {url}/v1); Ctrl-C stops",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"serving {name} on {url} (OpenAI base URL {url}/v1); Ctrl-C stops")
 
-    serve_blocking(config, on_ready, on_start)
+    try:
+        serve_blocking(config, on_ready, on_start, on_progress)
+    finally:
+        bar.stop()
     return 0

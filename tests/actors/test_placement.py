@@ -1,13 +1,22 @@
-"""Where an engine's stages compute, decided before anything is started."""
+"""Where an engine's stages compute, decided before anything is started; and on cards, when the stages have looked at them."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from qsa.actors.placement import engine_bundles, plan_engine
 from qsa.config import make_config
-from qsa.errors import ConfigError
+from qsa.device import settle
+from qsa.errors import BudgetError, ConfigError
+from qsa.memory.budget import CardMemory
 from qsa.model.checkpoint.load import open_checkpoint
+from qsa.model.checkpoint.open import open_model
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 1 << 30
+H200 = 139 * GIB
 
 
 @pytest.fixture
@@ -17,12 +26,56 @@ def checkpoint():
     checkpoint.close()
 
 
+def cards(*free_bytes: int) -> list[CardMemory]:
+    return [CardMemory(str(place), "H200", free, H200) for place, free in enumerate(free_bytes)]
+
+
 def test_stages_compute_on_the_cpu_unless_told_otherwise(checkpoint):
     config = make_config({})
-    assert {stage.device for stage in plan_engine(config, checkpoint).stages} == {"cpu"}
-    assert not any("GPU" in bundle for bundle in engine_bundles(config))
+    plan = plan_engine(config, checkpoint)
+    assert {stage.device for stage in plan.stages} == {"cpu"} and {stage.prefill_chunk for stage in plan.stages} == {512}
+    assert plan.memory is not None and not any("GPU" in bundle for bundle in engine_bundles(config))
 
 
-def test_cards_are_refused_while_a_stage_cannot_run_on_them(checkpoint):
-    with pytest.raises(ConfigError, match=r"pipeline.device is cuda.*set pipeline.device to cpu"):
-        plan_engine(make_config({"pipeline": {"device": "cuda"}}), checkpoint)
+def test_memory_on_cards_is_planned_when_they_are_known(checkpoint):
+    config = make_config({"pipeline": {"device": "cuda"}})
+    outline = plan_engine(config, checkpoint)
+    assert outline.memory is None and {stage.num_chunks for stage in outline.stages} == {0}
+    assert outline.summary == "2 stages on cuda: layers 0-16, layers 17-29"
+    plan = plan_engine(config, checkpoint, cards(20 * GIB, 20 * GIB))
+    assert plan.memory is not None and plan.memory.full_sequences == 8
+    assert [stage.num_chunks for stage in plan.stages] == [part.num_chunks for part in plan.memory.stages]
+    assert {stage.prefill_chunk for stage in plan.stages} == {8192} == {plan.scheduler.prefill_chunk}
+    assert "20.0 GiB of 139.0 GiB free on H200" in plan.memory.table()
+    with pytest.raises(BudgetError, match=r"stage 0 needs .* but H200 has 1\.0 GiB of 139\.0 GiB free"):
+        plan_engine(config, checkpoint, cards(GIB, GIB))
+
+
+def test_every_stage_reserves_its_share_of_a_card():
+    def gpus(**pipeline) -> list[float]:
+        return [bundle.get("GPU", 0.0) for bundle in engine_bundles(make_config({"pipeline": {"device": "cuda", **pipeline}}))]
+
+    assert gpus() == [0.0, 1.0, 1.0]
+    assert gpus(gpus_per_stage=0.4, num_stages=3) == [0.0, 0.4, 0.4, 0.4]
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [({"kv_dtype": "fp8"}, r"model\.kv_dtype is fp8"), ({"quantization": "int4"}, r"model\.quantization is i")],
+)
+def test_what_only_cards_compute_is_refused_on_the_cpu(checkpoint, model, words):
+    with pytest.raises(ConfigError, match=words):
+        plan_engine(make_config({"model": model, "pipeline": {"device": "cpu"}}), checkpoint)
+
+
+@pytest.mark.parametrize("preset", [{}, {"kv_dtype": "fp8", "quantization": "int8"}])
+def test_eight_full_sequences_of_the_reference_shape_fit_one_large_card(preset):
+    path = str(ROOT / "benchmarks" / "models" / "qwen2.5-7b-shape")
+    values = {"model": {"path": path, "load_format": "dummy", **preset}, "pipeline": {"num_stages": 1, "device": "cuda"}}
+    config = settle(make_config(values))
+    checkpoint = open_model(path, "dummy")
+    memory = plan_engine(config, checkpoint, cards(H200)).memory
+    assert memory is not None and memory.max_model_len == 262144 and memory.full_sequences == 8
+    weights = 2 * 7.6e9 if not preset else 1.01 * 6.5e9 + 2 * 1.09e9
+    assert abs(memory.stages[0].weight_bytes - weights) < 0.02 * weights
+    assert memory.stages[0].total_bytes < (0.98 if not preset else 0.6) * H200
