@@ -93,6 +93,7 @@ def calibrate(
         max_model_len=len(token_ids) + tail,
         sparse={DENSE_ID: SparseConfig(dense=True)},
     )
+    assert isinstance(model, StageModel), "on the CPU a stage is a StageModel"
     try:
         recorder = Recorder(model.attention, spec.num_layers)
         model.attention = recorder  # type: ignore[assignment]

@@ -176,6 +176,10 @@ class DecodeSteps:
         """The buckets, from large to small: the order in which graphs that share memory are best captured."""
         return sorted(self._buckets, reverse=True)
 
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
     def run(self, rows: DecodeRows, given: torch.Tensor) -> tuple[torch.Tensor, HostFigures | None, torch.Tensor]:
         """One step.
 

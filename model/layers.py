@@ -171,7 +171,7 @@ class DecoderLayer:
 
         def linear(names: Sequence[str], has_bias: bool) -> Linear:
             weights = [read(f"{prefix}{name}.weight") for name in names]
-            biases = [_plain(read(f"{prefix}{name}.bias")) if has_bias else None for name in names]
+            biases = [plain_weight(read(f"{prefix}{name}.bias")) if has_bias else None for name in names]
             return make_linear(weights, biases, policy)
 
         def norm(name: str) -> Any:
@@ -256,6 +256,7 @@ class DecoderLayer:
             operator.free()
 
 
-def _plain(weight: Weight) -> torch.Tensor:
+def plain_weight(weight: Weight) -> torch.Tensor:
+    """A weight that is no packed one, such as a bias."""
     assert isinstance(weight, torch.Tensor), "checkpoints refuse packed vectors"
     return weight
