@@ -78,6 +78,7 @@ def build_model(spec: StageSpec) -> Model:
             kv_dtype=spec.kv_dtype,
             quantization=spec.quantization,
             device=spec.device,
+            prefill_chunk=spec.prefill_chunk,
         )
 
 

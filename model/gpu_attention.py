@@ -151,6 +151,15 @@ class GpuAttention:
         state = DeviceSelection(config, self.num_layers, self.cache.max_sequences, self.num_kv_heads, self.cache.device)
         return _Method(config, summary, state, ScanClock(config, self.first_layer, self.num_layers))
 
+    @property
+    def operator_names(self) -> tuple[str, ...]:
+        """Operators that compute here."""
+        names = ["decode_prepare", "prefill_prepare", "dense_attention"]
+        for method in self._methods.values():
+            decode = "sparse_decode" if method.config.rerank == "none" else "rerank_decode"
+            names += [f"{method.config.summary}_summary", "block_select", decode, "sparse_prefill"]
+        return tuple(dict.fromkeys(names))
+
     # slots
 
     def summary_layout(self, sparse_id: int) -> SummaryLayout:
