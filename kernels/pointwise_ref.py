@@ -25,3 +25,11 @@ def silu_multiply_ref(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of [num_rows, 2 * width], gate first."""
     gate, up = gate_up.chunk(2, dim=-1)
     return gate * torch.sigmoid(gate) * up
+
+
+def add_rms_norm_ref(
+    x: torch.Tensor, parts: torch.Tensor | None, weight: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The residual stream [rows, width] with the sum of parts [num_parts, rows, width] added, and its RMSNorm."""
+    total = x if parts is None else x + parts.sum(0).to(x.dtype)
+    return total, rms_norm_ref(total, weight, eps)
