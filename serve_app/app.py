@@ -149,7 +149,7 @@ def _has_running_replica(app_name: str, deployment: str) -> bool:
     """Whether another replica of the deployment answers requests now, so that this one need not."""
     application = serve.status().applications.get(app_name)
     status = None if application is None else application.deployments.get(deployment)
-    return status is not None and any(state.value == "RUNNING" and count for state, count in status.replica_states.items())
+    return status is not None and any(state == "RUNNING" and count > 0 for state, count in status.replica_states.items())
 
 
 def _is_stopping() -> bool:
