@@ -9,53 +9,17 @@ that they would launch with.
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from offline_gpu import compile_launches, resources
 
 from qsa.kernels.block_select_triton import block_select
 from qsa.kernels.dense_attention_triton import dense_decode
 from qsa.kernels.kv_write_triton import CodeWrite, kv_write
 from qsa.kernels.sparse_decode_triton import sparse_decode
 from qsa.kernels.summaries.code_triton import quantise_queries, scan_codes
-
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-
-
-class Architecture:
-    """Stands in for a GPU's driver: says what to compile for."""
-
-    def __init__(self, capability: int) -> None:
-        self._target = GPUTarget("cuda", capability, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-def resources(kernel: Any) -> dict[str, Any]:
-    """Shared memory of a compiled kernel in bytes, registers and spilled bytes a thread, and its kinds of global loads."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
-    loads = sorted(set(re.findall(r"ld\.global[\w.]*|cp\.async\.c[ag]", kernel.asm["ptx"])))
-    return {"shared": kernel.metadata.shared, "registers": int(registers), "spilled": int(stack), "loads": loads}
 
 
 def launch_all() -> None:
@@ -77,14 +41,7 @@ def launch_all() -> None:
 
 
 def main() -> None:
-    driver.set_active(Architecture(int(sys.argv[1])))
-    compiled: dict[str, Any] = {}
-    run = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, **kwargs: Any) -> None:
-        compiled[self.__name__] = run(self, *args, **{**kwargs, "warmup": True})
-
-    JITFunction.run = compile_only
+    compiled = compile_launches(int(sys.argv[1]))
     launch_all()
     print(json.dumps({name: resources(kernel) for name, kernel in compiled.items()}))
 

@@ -1,0 +1,56 @@
+"""Compilation of Triton kernels for a card that is not there, and what the compiled ones need of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+class Architecture:
+    """Stands in for a GPU's driver: says what to compile for."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def resources(kernel: Any) -> dict[str, Any]:
+    """Shared memory of a compiled kernel in bytes, registers and spilled bytes a thread, and its kinds of global loads."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    loads = sorted(set(re.findall(r"ld\.global[\w.]*|cp\.async\.c[ag]", kernel.asm["ptx"])))
+    return {"shared": kernel.metadata.shared, "registers": int(registers), "spilled": int(stack), "loads": loads}
+
+
+def compile_launches(capability: int) -> dict[str, Any]:
+    """From now on launches compile for that capability and run nothing. Returns the compiled kernels, the last of each name."""
+    driver.set_active(Architecture(capability))
+    compiled: dict[str, Any] = {}
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, **kwargs: Any) -> None:
+        compiled[self.__name__] = run(self, *args, **{**kwargs, "warmup": True})
+
+    JITFunction.run = compile_only
+    return compiled
