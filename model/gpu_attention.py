@@ -12,7 +12,7 @@ import torch
 from qsa.kernels.block_select_triton import select_decode, select_tiles
 from qsa.kernels.decode_prepare_triton import decode_prepare
 from qsa.kernels.dense_attention_triton import dense_decode
-from qsa.kernels.dense_prefill_cuda import dense_prefill
+from qsa.kernels.dense_prefill_triton import dense_prefill
 from qsa.kernels.paged_kv import PagedKV
 from qsa.kernels.prefill_prepare_triton import prefill_prepare
 from qsa.kernels.registry import SparseConfig, get_operator
@@ -24,7 +24,6 @@ from qsa.kernels.summaries.code import CodeCalibration
 from qsa.memory.kv_cache import KVCache
 from qsa.memory.layout import SummaryLayout, cdiv
 from qsa.model.attention import sum_of_lengths, summary_layout
-from qsa.model.attention_plan import SAMPLE_EVERY
 from qsa.model.batch import Segment
 from qsa.model.decode_graph import DecodeBuffers, DecodeRows, HostFigures
 from qsa.model.gpu_selection import DeviceSelection, ScanClock, SelectionFigures
@@ -32,6 +31,7 @@ from qsa.model.gpu_tiles import GpuTiles, near_tokens, plan_gpu_tiles
 from qsa.model.selection import SlotSelection
 
 SCORE_BYTES = 1 << 27  # scores of sampled prefill queries in memory at once
+SMALL_CHUNK = 1 << 22  # queries times keys
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class _Method:
         self.near: dict[str, Any] = dict(slice_size=size, window_size=config.window_size)
         self.select: dict[str, Any] = dict(
             per_layer=config.list_per == "layer",
+            block_pool=summary.block_pool,
             top_k_coarse=config.top_k_coarse if is_coarse else 0,
             slices_per_block=config.block_size_coarse // size if is_coarse else 1,
         )
@@ -95,7 +96,6 @@ class GpuAttention:
         eps: float,
         calibration: CodeCalibration | None = None,
         kv_scale: torch.Tensor | None = None,
-        sample_every: int = SAMPLE_EVERY,
     ) -> None:
         """Set up for one stage.
 
@@ -104,7 +104,6 @@ class GpuAttention:
             eps:          of the norms of q and k, for models that have them.
             kv_scale:     float32 [num_layers, num_kv_heads, 2], what stored K and V are multiplied with; for a cache in float8
                           alone, where None is ones.
-            sample_every: in prefill every so many queries of a tile one takes part in choosing its list.
 
         Raises:
             ValueError: a configuration that the model, its calibration or the page size does not allow.
@@ -113,7 +112,7 @@ class GpuAttention:
             raise ValueError(f"num_q_heads ({num_q_heads}) must be a multiple of num_kv_heads ({num_kv_heads})")
         self.cache, self.first_layer, self.num_layers = cache, first_layer, num_layers
         self.num_q_heads, self.num_kv_heads, self.head_dim, self.sm_scale = num_q_heads, num_kv_heads, head_dim, sm_scale
-        self.sparse, self._sample_every, self._rotation = dict(sparse), sample_every, rotation
+        self.sparse, self._rotation = dict(sparse), rotation
         self._code_dim = calibration.code_dim if calibration is not None else None
         page_size = cache.kv.page_size
         if cache.dtype != torch.float8_e4m3fn:
@@ -285,7 +284,7 @@ class GpuAttention:
         if method is None:
             step = PrefillStep(segment, segment.end, None)
         else:
-            dense_end, tiles = plan_gpu_tiles(segment, method.config, self._sample_every, self.cache.device)
+            dense_end, tiles = plan_gpu_tiles(segment, method.config, self.cache.device)
             step = PrefillStep(segment, dense_end, tiles)
         context = attended = sum_of_lengths(segment.start, segment.end)
         if method is not None and step.tiles is not None:
@@ -320,7 +319,19 @@ class GpuAttention:
         num_dense = step.dense_end - segment.start
         parts = []
         if num_dense:
-            parts.append(dense_prefill(q[:num_dense], pages, segment.start, step.dense_end, **heads))
+            # libraries plan every length anew, which for little work takes longer than the work
+            way = "triton" if q.is_cuda and num_dense * step.dense_end <= SMALL_CHUNK else None
+            parts.append(
+                dense_prefill(
+                    q[:num_dense],
+                    pages,
+                    start=segment.start,
+                    end=step.dense_end,
+                    pool=self.cache.pool.buffer,
+                    way=way,
+                    **heads,
+                )
+            )
         if tiles is not None:
             method = self._methods[segment.sparse_id]
             lists = self._tile_lists(local, q[num_dense:], step, method)
