@@ -102,14 +102,14 @@ class GpuHead:
     def forward(self, x: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
         """[num_rows, hidden_size] and what the last layer adds to it; float32 logits [num_rows, vocab_size]."""
         logits: torch.Tensor = self._linear.forward(add_rms_norm(x, added, self._norm, self._eps))
-        return logits.float()
+        return logits
 
     def forward_prefill(self, x: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
         """The same for rows of one prompt."""
         if len(x) <= FEW_ROWS:
             return self.forward(x, added)
         logits: torch.Tensor = self._linear.forward_prefill(add_rms_norm(x, added, self._norm, self._eps))
-        return logits.float()
+        return logits
 
     def free(self) -> None:
         self._linear.free()
@@ -159,7 +159,8 @@ class GpuStageModel:
                     checkpoint.read("embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight")
                 )
             norm = policy.to_float(checkpoint.read("norm.weight"))
-            self._head = GpuHead(norm, policy.operator("float_linear", weight=table), spec.rms_norm_eps)
+            linear = policy.operator("float_linear", weight=table, out_dtype=torch.float32)
+            self._head = GpuHead(norm, linear, spec.rms_norm_eps)
         self._steps = DecodeSteps(
             self._decode_rows,
             num_layers=last_layer - first_layer,
