@@ -6,11 +6,14 @@ likeliest ones only; a row for which these do not suffice is copied and drawn on
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from qsa.kernels.registry import get_operator
 from qsa.model.sampler import (
     NOT_FINITE,
     NOTHING_LEFT,
@@ -31,6 +34,9 @@ ROWS_AT_ONCE = 32  # whose float64 weights over the whole vocabulary are in memo
 def sample_on_device(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
     """Choose one token a row; arguments and result as for `sampler.sample`."""
     vocab_size, device = logits.shape[1], logits.device
+    if logits.is_cuda and all(row.is_greedy and not row.changes_logits and row.logprobs < 0 for row in rows):
+        best: list[int] = _argmax().forward(logits).tolist()
+        return [Sampled(token) if token >= 0 else Sampled(error=NOT_FINITE) for token in best]
     errors = [wrong_bias(row, vocab_size) for row in rows]
     changed = logits
     edited = [i for i, row in enumerate(rows) if row.changes_logits and errors[i] is None]
@@ -57,6 +63,11 @@ def sample_on_device(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sa
         _sampled(logits[i], changed[i], row, errors[i], values, num_top)
         for i, (row, values) in enumerate(zip(rows, table, strict=True))
     ]
+
+
+@functools.cache
+def _argmax() -> Any:
+    return get_operator("argmax", "triton")
 
 
 def _sampled(

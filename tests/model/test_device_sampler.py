@@ -77,5 +77,7 @@ def test_a_broken_row_fails_alone(device, rng):
 
 @pytest.mark.gpu
 def test_logits_on_a_card_are_sampled_there():
-    logits = torch.randn(2, VOCAB, device="cuda")
-    assert [s.token_id for s in sample(logits, [SampleRow(temperature=0)] * 2)] == logits.argmax(-1).tolist()
+    logits = torch.randn(3, VOCAB, device="cuda")
+    logits[1, 7] = math.inf
+    first, broken, last = sample(logits, [SampleRow(temperature=0)] * 3)
+    assert [first.token_id, last.token_id] == logits[[0, 2]].argmax(-1).tolist() and broken.error is not None
