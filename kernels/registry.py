@@ -39,6 +39,7 @@ class SparseConfig:
         list_per:          "kv_head": one list a KV head; "layer": one list for all heads of a layer.
         prefill_tile:      queries that share one list during prefill.
         prefill_factor:    a tile's list is this many times `top_k_fine` slices.
+        prefill_samples:   queries of a tile that choose its list, evenly spread, its last one among them.
     """
 
     dense: bool = False
@@ -56,12 +57,13 @@ class SparseConfig:
     list_per: Literal["kv_head", "layer"] = "kv_head"
     prefill_tile: int = 64
     prefill_factor: int = 2
+    prefill_samples: int = 16
 
     def __post_init__(self) -> None:
         if self.dense:
             return
         positive = ("window_size", "sink_size", "block_size_coarse", "block_size_fine", "top_k_coarse", "top_k_fine")
-        for name in (*positive, "candidate_factor", "prefill_tile", "prefill_factor"):
+        for name in (*positive, "candidate_factor", "prefill_tile", "prefill_factor", "prefill_samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"sparse.{name} must be at least 1, got {getattr(self, name)}")
         if self.block_size_coarse % self.block_size_fine:
@@ -85,6 +87,11 @@ class SparseConfig:
     def token_budget(self) -> int:
         """Tokens attended per query and KV head when the context is longer than that."""
         return self.sink_size + self.top_k_fine * self.block_size_fine + self.window_size
+
+    @property
+    def sample_every(self) -> int:
+        """In prefill every so many queries of a tile one takes part in choosing its list."""
+        return max(1, self.prefill_tile // self.prefill_samples)
 
     def scan_interval(self, layer: int) -> int:
         """Decode steps between two scans of a layer (numbered in the whole model)."""

@@ -90,14 +90,10 @@ def plan_tiles(
     queries = tile_starts.unsqueeze(1) + torch.arange(tile_size)
     hidden = positions.unsqueeze(1) > queries.unsqueeze(2)
     mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf).unsqueeze(1)
-    offsets = (
-        torch.arange(sample_every - 1, tile_size, sample_every) if tile_size >= sample_every else torch.tensor([tile_size - 1])
-    )
-    sampled = tile_starts.unsqueeze(1) + offsets
-    real = (sampled >= start) & (sampled < end)
-    # a tile whose sample misses all its real queries asks its last real one
-    last_real = (tile_starts + tile_size).clamp(max=end) - 1
-    sampled[:, -1] = torch.where(real.any(1), sampled[:, -1], last_real)
+    step = min(sample_every, tile_size)
+    sampled = tile_starts.unsqueeze(1) + torch.arange(step - 1, tile_size, step)
+    # the last real query of a tile is always asked: at a prompt's end it is the one that says the next token
+    sampled[:, -1] = (tile_starts + tile_size).clamp(max=end) - 1
     real = (sampled >= start) & (sampled < end)
     rows = sampled.clamp(start, end - 1) - start
     near = slices.clamp(max=(end - 1) // slice_size)

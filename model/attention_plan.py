@@ -18,7 +18,6 @@ from qsa.model.batch import Segment
 from qsa.model.selection import pool_size
 
 MAX_ROWS = 4  # decode rows that select together: the keys of more do not stay in the cache
-SAMPLE_EVERY = 4  # in prefill every fourth query of a tile takes part in choosing its list
 
 
 @dataclass(frozen=True)
@@ -256,7 +255,7 @@ class StepPlanner:
             tile_size=tile,
             window_size=config.window_size,
             slice_size=size,
-            sample_every=SAMPLE_EVERY,
+            sample_every=config.sample_every,
             dtype=self.cache.dtype,
         )
         bases = self.slice_tables[size][:, segment.slot][:, tiles.near_slices]

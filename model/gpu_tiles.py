@@ -34,9 +34,7 @@ class GpuTiles:
         return len(self.window_slices)
 
 
-def plan_gpu_tiles(
-    segment: Segment, config: SparseConfig, sample_every: int, device: torch.device
-) -> tuple[int, GpuTiles | None]:
+def plan_gpu_tiles(segment: Segment, config: SparseConfig, device: torch.device) -> tuple[int, GpuTiles | None]:
     """Where a chunk's queries begin to select, and their tiles; None when none does."""
     size, tile = config.block_size_fine, config.prefill_tile
     list_size = config.prefill_factor * config.top_k_fine
@@ -46,12 +44,9 @@ def plan_gpu_tiles(
         return end, None
     num_tiles = -(-(end - first) // tile)
     starts = first + tile * torch.arange(num_tiles, device=device)
-    step = min(sample_every, tile)
+    step = min(config.sample_every, tile)
     sampled = starts.unsqueeze(1) + torch.arange(step - 1, tile, step, device=device)
-    is_query = (sampled >= start) & (sampled < end)
-    # a tile whose samples are all outside the chunk asks its last query inside
-    last = (starts + tile).clamp(max=end) - 1
-    sampled[:, -1] = torch.where(is_query.any(1), sampled[:, -1], last)
+    sampled[:, -1] = (starts + tile).clamp(max=end) - 1  # the last query of a tile inside the chunk is always asked
     weights = ((sampled >= start) & (sampled < end)).float()
     num_slices = tile_window_slice(first + (num_tiles - 1) * tile, config.window_size, size)
     windows = torch.div(starts + 1 - config.window_size, size, rounding_mode="floor").to(torch.int32)

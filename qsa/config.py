@@ -82,6 +82,7 @@ class SparseSettings(FrozenModel):
     list_per: Literal["kv_head", "layer"] = Field("kv_head", description="One list a KV head, or one a layer.")
     prefill_tile: int = Field(64, gt=0, description="Queries that share one list during prefill.")
     prefill_factor: int = Field(2, gt=0, description="A tile's list is this many times `top_k_fine` slices.")
+    prefill_samples: int = Field(16, gt=0, description="Queries of a tile that choose its list, its last one among them.")
 
     def resolve(self, calibrated: bool, scan_every: tuple[int, ...] | None) -> SparseConfig:
         """The operator's view, with `auto` replaced by what the calibration offers."""
