@@ -13,15 +13,15 @@ from qsa.model.batch import Segment
 from qsa.model.gpu_tiles import near_tokens, plan_gpu_tiles
 
 
-@pytest.mark.parametrize(("tile", "sample_every"), [(32, 4), (16, 4), (32, 8), (2, 4)])
+@pytest.mark.parametrize(("tile", "sample_every"), [(32, 4), (16, 4), (32, 8), (2, 2), (64, 64)])
 def test_tiles_are_those_of_the_cpu(tile, sample_every):
-    config = SparseConfig(**{**SMALL, "prefill_tile": tile})
+    config = SparseConfig(**{**SMALL, "prefill_tile": tile, "prefill_samples": tile // sample_every})
     list_size = config.prefill_factor * config.top_k_fine
     num_sparse = 0
     for start in (0, 300, 351, 352, 353, 480, 496, 511):
         for length in (1, 2, 15, 16, 33, 100, 200):
             segment = Segment(0, start, start + length, 1, True)
-            begin, got = plan_gpu_tiles(segment, config, sample_every, torch.device("cpu"))
+            begin, got = plan_gpu_tiles(segment, config, torch.device("cpu"))
             first = first_sparse_tile(start, tile, 64, 32, list_size)
             assert begin == min(max(first, start), segment.end)
             if begin == segment.end:
