@@ -16,9 +16,6 @@ import torch
 from offline_gpu import compile_launches, resources
 
 from qsa.kernels.block_select_triton import block_select
-from qsa.kernels.dense_attention_triton import dense_decode
-from qsa.kernels.kv_write_triton import CodeWrite, kv_write
-from qsa.kernels.sparse_decode_triton import sparse_decode
 from qsa.kernels.summaries.code_triton import quantise_queries, scan_codes
 
 
@@ -26,18 +23,12 @@ def launch_all() -> None:
     """Every operator once: 28 query heads, 4 KV heads, head_dim 128, 8 sequences of 262144 tokens."""
     batch, seq_len, num_kv_heads, head_dim, code_dim = 8, 262144, 4, 128, 64
     q = torch.zeros(batch, 28, head_dim, dtype=torch.float16)
-    k = torch.zeros(batch, num_kv_heads, head_dim, dtype=torch.float16)
-    pages, chunks = torch.zeros(batch, 512, dtype=torch.int64), torch.zeros(batch, 16, dtype=torch.int64)
+    chunks = torch.zeros(batch, 16, dtype=torch.int64)
     seq_lens = torch.full((batch,), seq_len, dtype=torch.int32)
-    project = torch.zeros(num_kv_heads * head_dim, code_dim)
-    paged: dict[str, Any] = dict(kv_dtype=torch.float16, page_size=512)
     sliced: dict[str, Any] = dict(slice_size=64, window_size=512)
-    kv_write(k, k, pages, seq_lens, code=CodeWrite(project, torch.zeros(code_dim), chunks, 64), **paged)
     numbers, scales = quantise_queries(q, torch.zeros(num_kv_heads, head_dim, code_dim))
     scores = scan_codes(numbers, scales, chunks, seq_lens, max_slices=4096, sink_size=64, sm_scale=0.1, **sliced)
-    lists, _ = block_select(scores, seq_lens, 55, num_kv_heads=num_kv_heads, **sliced)
-    sparse_decode(q, pages, seq_lens, lists, num_kv_heads=num_kv_heads, sink_size=64, sm_scale=0.1, **sliced, **paged)
-    dense_decode(q, pages, seq_lens, num_kv_heads=num_kv_heads, sm_scale=0.1, **paged)
+    block_select(scores, seq_lens, 55, num_kv_heads=num_kv_heads, **sliced)
 
 
 def main() -> None:

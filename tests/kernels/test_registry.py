@@ -27,10 +27,10 @@ def test_an_unknown_name_says_what_there_is():
 
 
 def test_a_backend_that_lacks_an_operator_is_refused():
-    """The decode path has Triton operators, prefill has none yet: a stage says so at once."""
+    """On a GPU, writing K and V is a part of decode_prepare and prefill_prepare: there is no such operator."""
     pytest.importorskip("triton")
     assert isinstance(get_operator("sparse_decode", "triton"), Operator)
-    with pytest.raises(ValueError, match="no operator 'sparse_prefill' on backend 'triton'"):
+    with pytest.raises(ValueError, match="no operator 'kv_write' on backend 'triton'"):
         make_attention({1: SparseConfig(**SMALL)}, torch.float32, backend="triton")
 
 
