@@ -245,6 +245,8 @@ def prefill_prepare(
         num_kv_heads=num_kv_heads, head_dim=head_dim, kv_dtype=kv_dtype, head_norm=head_norm, kv_scale=kv_scale, code=code,
     )  # fmt: skip
     check_tensor("page_table", page_table, (None,), (torch.int64,), qkv.device)
+    if not page_table.is_contiguous():
+        raise ValueError("page_table must be contiguous")
     if not 0 <= start <= cos.shape[0] - num_tokens:
         raise ValueError(f"cos has {cos.shape[0]} positions, but {start} to {start + num_tokens} are wanted")
     q = torch.empty(num_tokens, sizes.num_q_heads, head_dim, dtype=qkv.dtype, device=qkv.device)

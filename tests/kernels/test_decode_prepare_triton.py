@@ -118,7 +118,7 @@ def test_decode_prepare(shape, dtype, kv_dtype, device):
         stored.append(case.batch.pool[page, :, :, offset])  # [num_kv_heads, 2, head_dim]
         pool[page, :, :, offset] = stored[-1]
     assert torch.equal(bits(case.batch.pool), bits(pool)), "something else in the pool was written"
-    k, v = torch.stack(stored).unbind(2)
+    k, v = torch.stack([bits(part) for part in stored]).view(kv_dtype).unbind(2)
     scales = (None, None) if case.kv_scale is None else case.kv_scale.unbind(1)
     for name, found, exact, peer, scale in (("k", k, exact_k, peer_k, scales[0]), ("v", v, exact_v, peer_v, scales[1])):
         exact = exact if scale is None else (exact / scale.double().view(-1, 1)).clamp(-448, 448)
