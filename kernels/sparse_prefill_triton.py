@@ -152,6 +152,24 @@ def _sparse_prefill_kernel(
     count = tl.load(counts_ptr + row)
     entries = addresses_ptr + row * capacity
     whole = count // STEP * STEP
+    own_slice = tile_start // SLICE
+    last_slice = (tl.minimum(tile_start + TILE, end) - 1) // SLICE
+    offs_s = tl.arange(0, SLICE)
+    offs_k = offs_s[:, None] * HEAD_DIM + offs_d[None, :]
+    num_entries = count + last_slice - own_slice + 1
+    tl.assume(whole < num_entries)
+    for entry in tl.range(whole, num_entries, num_stages=NUM_STAGES):
+        base = tl.multiple_of(tl.load(entries + entry).to(tl.pointer_type(STORED)), 16)
+        tokens = (own_slice + entry - count) * SLICE + offs_s  # of what the first loop left over: some before the tile
+        mask_k = (tokens < end)[:, None] & mask_d[None, :]
+        k = _numbers(tl.load(base + offs_k, mask=mask_k, other=0), TYPE, E4M3)
+        logits = tl.dot(q, k.T, input_precision=PRECISION)
+        logits = tl.where(tokens[None, :] <= positions[:, None], logits, float("-inf"))
+        top, weights, factor = _soften(logits, top, qk_scale)
+        total = total * factor + tl.sum(weights, 1)
+        v = _numbers(tl.load(base + PAGE_SIZE * HEAD_DIM + offs_k, mask=mask_k, other=0), TYPE, E4M3)
+        acc = tl.dot(weights.to(TYPE), v, acc * factor[:, None], input_precision=PRECISION)
+
     # the next step's addresses are loaded a step ahead: a copy that waits for its address holds up everything behind it
     next_0 = tl.load(entries)
     next_1 = tl.load(entries + STEP - 1)
@@ -199,22 +217,6 @@ def _sparse_prefill_kernel(
             total = total * factor + tl.sum(weights, 1)
             v = _numbers(tl.load(base + PAGE_SIZE * HEAD_DIM + offs_k, mask=mask_d[None, :], other=0), TYPE, E4M3)
             acc = tl.dot(weights.to(TYPE), v, acc * factor[:, None], input_precision=PRECISION)
-
-    own_slice = tile_start // SLICE
-    last_slice = (tl.minimum(tile_start + TILE, end) - 1) // SLICE
-    offs_s = tl.arange(0, SLICE)
-    offs_k = offs_s[:, None] * HEAD_DIM + offs_d[None, :]
-    for entry in tl.range(whole, count + last_slice - own_slice + 1, num_stages=min(NUM_STAGES, 2)):
-        base = tl.multiple_of(tl.load(entries + entry).to(tl.pointer_type(STORED)), 16)
-        tokens = (own_slice + entry - count) * SLICE + offs_s  # of what the first loop left over: some before the tile
-        mask_k = (tokens < end)[:, None] & mask_d[None, :]
-        k = _numbers(tl.load(base + offs_k, mask=mask_k, other=0), TYPE, E4M3)
-        logits = tl.dot(q, k.T, input_precision=PRECISION)
-        logits = tl.where(tokens[None, :] <= positions[:, None], logits, float("-inf"))
-        top, weights, factor = _soften(logits, top, qk_scale)
-        total = total * factor + tl.sum(weights, 1)
-        v = _numbers(tl.load(base + PAGE_SIZE * HEAD_DIM + offs_k, mask=mask_k, other=0), TYPE, E4M3)
-        acc = tl.dot(weights.to(TYPE), v, acc * factor[:, None], input_precision=PRECISION)
 
     factor = load_scale(kv_scale_ptr, kv_head, 1, HAS_SCALE, E4M3) / total
     offs_o = (token * stride_o_t + head * stride_o_h)[:, None] + offs_d[None, :]

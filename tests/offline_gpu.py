@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tempfile
@@ -13,7 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+CUOBJDUMP, PTXAS = TOOLS / "cuobjdump", TOOLS / "ptxas"
 
 
 class Architecture:
@@ -41,6 +43,16 @@ def resources(kernel: Any) -> dict[str, Any]:
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
     loads = sorted(set(re.findall(r"ld\.global[\w.]*|cp\.async\.c[ag]", kernel.asm["ptx"])))
     return {"shared": kernel.metadata.shared, "registers": int(registers), "spilled": int(stack), "loads": loads}
+
+
+def is_serialised(kernel: Any, capability: int) -> bool:
+    """Whether ptxas makes every Hopper product wait for the one before, as it does when something else may write its sum."""
+    with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
+        file.write(kernel.asm["ptx"])
+        file.flush()
+        command = [PTXAS, "-v", f"--gpu-name=sm_{capability}a", file.name, "-o", os.devnull]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return "wgmma.mma_async instructions are serialized" in said
 
 
 def compile_launches(capability: int) -> dict[str, Any]:
