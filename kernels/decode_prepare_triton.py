@@ -225,7 +225,7 @@ def decode_prepare(
     code: CodeWrite | None = None,
     query: torch.Tensor | None = None,
     block_c: int = 16,
-    num_warps: int = 4,
+    num_warps: int | None = None,
 ) -> DecodeInputs:
     """Turn the new token of every sequence, and write its K, V and code.
 
@@ -271,7 +271,7 @@ def decode_prepare(
         numbers = torch.empty(batch, sizes.num_q_heads, code_dim, dtype=torch.int8, device=qkv.device)
         scales = torch.empty(batch, sizes.num_q_heads, dtype=torch.float32, device=qkv.device)
     q = torch.empty(batch, sizes.num_q_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-    block_h = triton.next_power_of_2(head_dim // 2)
+    block_h, block_q = triton.next_power_of_2(head_dim // 2), triton.next_power_of_2(code_dim)
     _decode_prepare_kernel[(num_parts, batch)](
         qkv, cos, sin, page_table, seq_lens, head_norm, kv_scale, project, bias, summary_table, query, q, numbers, scales,
         eps,
@@ -280,8 +280,9 @@ def decode_prepare(
         NUM_Q_HEADS=sizes.num_q_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         HAS_NORM=head_norm is not None, HAS_SCALE=kv_scale is not None, HAS_QUERY=query is not None,
         CODE_DIM=code_dim, CHUNK_TOKENS=sizes.chunk_tokens,
-        BLOCK_H=block_h, BLOCK_Q=triton.next_power_of_2(code_dim), BLOCK_C=block_c,
-        BLOCK_G=min(triton.next_power_of_2(num_kv_heads), max(1, 256 // block_h)), num_warps=num_warps,
+        BLOCK_H=block_h, BLOCK_Q=block_q, BLOCK_C=block_c,
+        BLOCK_G=min(triton.next_power_of_2(num_kv_heads), max(1, 256 // block_h)),
+        num_warps=num_warps or max(4, min(16, block_h * block_q // 1024)),  # directions stay in registers
     )  # fmt: skip
     return DecodeInputs(q, numbers, scales)
 
