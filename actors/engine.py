@@ -19,7 +19,7 @@ from qsa.actors.aborter import Aborter
 from qsa.actors.output_poller import OutputPoller
 from qsa.actors.placement import EngineActors, place, plan_engine, start_actors
 from qsa.actors.ray_errors import engine_error
-from qsa.actors.scheduler_actor import POLL_S, WARM_UP_TOKENS
+from qsa.actors.scheduler_actor import POLL_S
 from qsa.actors.stage_steps import ModelBuilder, build_model
 from qsa.actors.telemetry import EngineStats, Health, StageStart, WarmUpProgress
 from qsa.actors.warm_up import NUM_TOKENS, ReportProgress, send_first_requests, warm_stages
@@ -35,6 +35,7 @@ from qsa.scheduler.request import RequestOutput, SamplingParams
 ANSWER_S = 10.0  # a scheduler that does not answer for so long is taken for dead
 HEALTH_S = 2.0
 
+FIRST_TOKENS = 64
 AFTER_STAGES = 2  # steps of a warm-up after the stages' own: a first step through all of them, and first requests
 
 logger = logging.getLogger(__name__)
@@ -146,15 +147,14 @@ class Engine:
         try:
             self.starts, total = warm_stages(self._actors.stages, report, AFTER_STAGES, limit_s)
             report(WarmUpProgress(total - 2, total, "a first step through all stages"))
-            num_tokens = self.first_tokens
-            call = self._scheduler.begin.remote(self._capacities, num_tokens)
+            call = self._scheduler.begin.remote(self._capacities, self._longest_prompt(prefill_chunk(self.config)))
             _wait_for([call], time.monotonic() + limit_s, "warming up", self.config)
             report(WarmUpProgress(total - 1, total, "first requests"))
             if first_requests is not None:
                 first_requests()
             else:
                 with ThreadPoolExecutor(1) as thread:  # which has no event loop of its own
-                    thread.submit(asyncio.run, send_first_requests(self, num_tokens)).result()
+                    thread.submit(asyncio.run, send_first_requests(self, self.first_tokens)).result()
             _wait_for([self._scheduler.reset_stats.remote()], time.monotonic() + limit_s, "warming up", self.config)
             report(WarmUpProgress(total, total))
         except BaseException:
@@ -165,9 +165,12 @@ class Engine:
 
     @property
     def first_tokens(self) -> int:
-        """Length of the first prompts: a whole prefill chunk on cards, where it is done in a moment."""
-        wanted = prefill_chunk(self.config) if self.config.pipeline.device == "cuda" else WARM_UP_TOKENS
-        return max(1, min(wanted, self.longest_sequence - 2 * NUM_TOKENS))
+        """Length of the first requests' prompts: on cards a whole prefill chunk, which is done in a moment there."""
+        return self._longest_prompt(prefill_chunk(self.config) if self.config.pipeline.device == "cuda" else FIRST_TOKENS)
+
+    def _longest_prompt(self, num_tokens: int) -> int:
+        """So many tokens, if the pools hold them and some more."""
+        return max(1, min(num_tokens, self.longest_sequence - 2 * NUM_TOKENS))
 
     async def generate(
         self,

@@ -30,7 +30,6 @@ LEASE_S = 30.0  # a client that has not polled for so long is gone, and its requ
 FORGET_LEASES = 20  # and after so many times that, it is forgotten
 STATS_TIMEOUT_S = 2.0
 CONTROL = {"concurrency_group": "control"}
-WARM_UP_TOKENS = 64
 WARM_UP_SAMPLING = (  # every way the sampler can take
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.8, top_p=0.9, logprobs=5),
@@ -93,7 +92,7 @@ class SchedulerActor:
     def __repr__(self) -> str:
         return f"Scheduler({len(self._stages)} stages, {self._spec.lanes} lanes)"
 
-    async def begin(self, capacities: Sequence[StageCapacity], warm_up_tokens: int = WARM_UP_TOKENS) -> None:
+    async def begin(self, capacities: Sequence[StageCapacity], warm_up_tokens: int = 64) -> None:
         """Send a first prompt through the stages, then take requests.
 
         warm_up_tokens: length of that prompt, if a prefill chunk and the model's context allow it.

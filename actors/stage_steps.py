@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +14,6 @@ from qsa.actors.telemetry import StageStart
 from qsa.actors.transport import HiddenMessage, ObjectStoreTransport
 from qsa.device import OLDEST_CAPABILITY
 from qsa.errors import BudgetError, ConfigError
-from qsa.kernels.summaries.code import save_calibration
 from qsa.memory.budget import CardMemory, gib
 from qsa.model.batch import Segment
 from qsa.model.build import build_stage
@@ -30,9 +27,9 @@ from qsa.scheduler.request import SamplingParams, TokenOutput
 class Model(Protocol):
     """The part of `StageModel` that a stage uses; a test may bring a scripted one.
 
-    A model may also have `warm_up(progress)`, which does everything that happens once (kernels compiled, graphs captured),
-    calls `progress(done, total, what)` on the way and leaves no slot open; and `device_name`, `backend`, `operator_names` and
-    `num_graphs`, for the log.
+    A model may also have `warm_up(report)`, which does everything that happens once (kernels compiled, graphs captured),
+    calls `report(done, total, what)` on the way and leaves no slot open; and for the log `backend` and `num_graphs`, and its
+    attention `operator_names`.
     """
 
     dtype: torch.dtype
@@ -58,13 +55,8 @@ ReportWarmUp = Callable[[int, int, str], None]
 def build_model(spec: StageSpec) -> Model:
     """The product's ModelBuilder: read the stage's layers from the checkpoint."""
     checkpoint = open_model(spec.model_path, spec.load_format, spec.device)
-    calibration_path = spec.calibration_path
-    with contextlib.ExitStack() as stack:
-        stack.callback(checkpoint.close)
-        if calibration_path is None and spec.load_format == "dummy":
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="qsa-"))
-            calibration_path = Path(folder) / "dummy.code.safetensors"
-            save_calibration(calibration_path, dummy_calibration(checkpoint.spec), checkpoint.spec.name)
+    is_random = spec.calibration_path is None and spec.load_format == "dummy"
+    try:
         return build_stage(
             checkpoint,
             first_layer=spec.first_layer,
@@ -73,13 +65,16 @@ def build_model(spec: StageSpec) -> Model:
             max_sequences=spec.max_sequences,
             max_model_len=spec.max_model_len,
             sparse=spec.sparse,
-            calibration_path=calibration_path,
+            calibration_path=spec.calibration_path,
+            calibration=dummy_calibration(checkpoint.spec, spec.first_layer, spec.last_layer) if is_random else None,
             dtype=spec.dtype,
             kv_dtype=spec.kv_dtype,
             quantization=spec.quantization,
             device=spec.device,
             prefill_chunk=spec.prefill_chunk,
         )
+    finally:
+        checkpoint.close()
 
 
 def look_at_card(spec: StageSpec) -> CardMemory:
@@ -131,13 +126,12 @@ class StageSteps:
         if warm_up is not None:
             with _memory_named(spec, "warming up"):
                 warm_up(report)
-        operators = getattr(model, "operator_names", getattr(model.attention, "operator_names", ()))
         return StageStart(
             stage=spec.stage,
             layers=(spec.first_layer, spec.last_layer),
             device=torch.cuda.get_device_name(0) if self._device.type == "cuda" else spec.device,
             backend=str(getattr(model, "backend", getattr(model.attention, "backend", "torch"))),
-            operators=tuple(operators),
+            operators=tuple(getattr(model.attention, "operator_names", ())),
             num_graphs=int(getattr(model, "num_graphs", 0)),
             warm_up_s=time.monotonic() - began,
         )

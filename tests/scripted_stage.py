@@ -23,7 +23,7 @@ import torch
 
 from qsa.actors.stage import StageActor
 from qsa.actors.stage_spec import StageSpec
-from qsa.errors import CheckpointError
+from qsa.errors import BudgetError, CheckpointError
 from qsa.memory.kv_cache import KVCache
 from qsa.memory.layout import KVLayout, SummaryLayout
 from qsa.model.batch import Segment
@@ -133,6 +133,44 @@ class ScriptedModel:
 
 def build_scripted(spec: StageSpec) -> ScriptedModel:
     return ScriptedModel(spec)
+
+
+class WarmingModel(ScriptedModel):
+    """One that warms up in so many steps of so many seconds; `trouble` is what its last stage meets on the way."""
+
+    backend, num_graphs = "scripted", 3
+    steps, step_s = 4, 0.15
+    trouble: Exception | None = None
+
+    def __init__(self, spec: StageSpec) -> None:
+        super().__init__(spec)
+        self.attention.operator_names = ("scripted_decode", "scripted_prefill")
+
+    def warm_up(self, report: Callable[[int, int, str], None]) -> None:
+        for done in range(self.steps):
+            report(done, self.steps, f"kernel {done}")
+            time.sleep(self.step_s)
+        if self.is_last and self.trouble is not None:
+            raise self.trouble
+        report(self.steps, self.steps, "")
+
+
+def build_warming(spec: StageSpec) -> WarmingModel:
+    return WarmingModel(spec)
+
+
+def build_cold(spec: StageSpec) -> WarmingModel:
+    """The last stage cannot warm up."""
+    model = WarmingModel(spec)
+    model.trouble = BudgetError("stage 1 ran out of memory; set cache.device_bytes")
+    return model
+
+
+def build_slow(spec: StageSpec) -> WarmingModel:
+    """Warming up stands still."""
+    model = WarmingModel(spec)
+    model.step_s = 600.0
+    return model
 
 
 def build_failing(spec: StageSpec) -> ScriptedModel:

@@ -48,9 +48,9 @@ def dummy_code_dim(spec: ModelSpec) -> int:
     return min(width, max(8, width // CODE_SHARE))
 
 
-def dummy_calibration(spec: ModelSpec) -> CodeCalibration:
-    """Random directions for all layers of a dummy."""
-    return random_calibration(spec, dummy_code_dim(spec))
+def dummy_calibration(spec: ModelSpec, first_layer: int, last_layer: int) -> CodeCalibration:
+    """Random directions for layers [first_layer, last_layer) of a dummy."""
+    return random_calibration(spec, dummy_code_dim(spec), first_layer=first_layer, last_layer=last_layer)
 
 
 class DummyCheckpoint(Checkpoint):

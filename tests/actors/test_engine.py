@@ -10,7 +10,18 @@ import pytest
 import ray
 from engine_helpers import collect, engine_actors, greedy, scripted_config, until_free, wait_until
 from ray.util import state
-from scripted_stage import DRAG, NAN, SLOW, VOCAB_SIZE, build_failing, build_scripted, expected_tokens
+from scripted_stage import (
+    DRAG,
+    NAN,
+    SLOW,
+    VOCAB_SIZE,
+    build_cold,
+    build_failing,
+    build_scripted,
+    build_slow,
+    build_warming,
+    expected_tokens,
+)
 
 from qsa.actors.engine import Engine
 from qsa.config import make_config
@@ -253,6 +264,50 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(ray_driver, settings, bu
     assert type(raised.value) is error and "\n" not in str(raised.value), "the error itself, without Ray's traceback"
     wait_until(lambda: engine_actors() == before)
     assert {group.state for group in state.list_placement_groups()} <= {"REMOVED", "CREATED"}
+
+
+def test_a_warm_up_is_followed_and_counts_nothing(ray_driver):
+    seen = []
+    with Engine.start(scripted_config(), build=build_warming, on_progress=seen.append) as engine:
+        assert [start.num_graphs for start in engine.starts] == [3, 3]
+        steps = [line for line in seen if line.startswith("warming up")]
+        assert any(line.endswith("/10: kernel 2") for line in steps), steps  # four of each stage, and two of the whole
+        assert steps[-3:] == [
+            "warming up 8/10: a first step through all stages", "warming up 9/10: first requests", "warming up 10/10",
+        ]  # fmt: skip
+        assert seen[-1] == "ready"
+        stats = asyncio.run(engine.stats())
+        assert (stats.scheduler.added, stats.scheduler.steps, [s.steps for s in stats.stages]) == (0, 0, [0, 0])
+        assert asyncio.run(collect(engine, [3], greedy(2)))[0] == expected_tokens([3], 2)
+
+
+def test_an_engine_that_was_not_warmed_up_refuses_until_it_is(ray_driver):
+    with Engine.start(scripted_config(), build=build_scripted, warm_up=False) as engine:
+        with pytest.raises(EngineDeadError, match="starting"):
+            asyncio.run(collect(engine, [3], greedy(2)))
+        sent = []
+        engine.warm_up(first_requests=lambda: sent.append(asyncio.run(collect(engine, [5], greedy(2)))[0]))
+        assert sent == [expected_tokens([5], 2)], "first requests go the way that was given"
+        assert asyncio.run(collect(engine, [3], greedy(2)))[0] == expected_tokens([3], 2)
+
+
+@pytest.mark.parametrize(
+    ("build", "settings", "error", "words"),
+    [
+        (build_cold, {}, BudgetError, r"cache\.device_bytes"),
+        (
+            build_slow,
+            {"pipeline": {"start_timeout_s": 8.0}},
+            EngineDeadError,
+            r"stood still for 8 s.*0/10: kernel 0.*start_tim",
+        ),
+    ],
+)
+def test_a_warm_up_that_fails_says_why_and_leaves_nothing(ray_driver, build, settings, error, words):
+    before = engine_actors()
+    with pytest.raises(error, match=words):
+        Engine.start(scripted_config(**settings), build=build)
+    wait_until(lambda: engine_actors() == before)
 
 
 def test_a_name_that_is_taken_is_refused(scripted):

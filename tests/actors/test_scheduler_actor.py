@@ -149,6 +149,31 @@ def test_counters_are_zero_after_the_warm_up():
     run(scenario)
 
 
+def test_counting_begins_again_once_everything_has_left():
+    async def scenario(h):
+        await h.submit("slow", [SLOW, 7], max_tokens=3)
+        await h.actor.reset_stats()
+        assert h.ends["slow"][0] is FinishReason.LENGTH, "it waited"
+        stats = await h.actor.stats()
+        assert [(s.steps, s.tokens) for s in stats.stages] == [(0, 0)] * 2
+        assert stats.scheduler.steps == stats.scheduler.computed_tokens == stats.scheduler.added == 0
+        await h.submit("next", [8], max_tokens=5)
+        await h.until(lambda: "next" in h.ends)
+        assert h.tokens["next"] == expected_tokens([8], 5)
+        assert await h.all_free()
+
+    run(scenario)
+
+
+def test_the_shortest_context_can_be_warmed_up():
+    async def scenario(h):
+        await h.submit("a", [8], max_tokens=1)
+        await h.until(lambda: "a" in h.ends)
+        assert h.tokens["a"] == expected_tokens([8], 1)
+
+    run(scenario, max_model_len=2)
+
+
 @pytest.mark.parametrize(
     ("prompt", "sampling", "param"),
     [

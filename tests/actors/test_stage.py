@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
-from scripted_stage import NAN, RAISE_LAST, build_scripted, expected_tokens, next_token
+from fakes import wait_until
+from scripted_stage import NAN, RAISE_LAST, build_scripted, build_warming, expected_tokens, next_token
 
 from qsa.actors.stage import StageActor
 from qsa.actors.stage_spec import StageSpec
 from qsa.actors.transport import HiddenMessage, ObjectStoreTransport
-from qsa.errors import OutOfChunksError
+from qsa.errors import ConfigError, OutOfChunksError
 from qsa.kernels.registry import SparseConfig
 from qsa.scheduler.plan import SequenceStep, StepPlan, StepResult
 from qsa.scheduler.request import SamplingParams
@@ -127,6 +129,40 @@ def test_a_pool_that_is_too_small_is_named():
         actor.stats()
 
 
+def test_the_pool_can_be_sized_when_the_stage_is_loaded():
+    actor = StageActor(make_spec(0, num_chunks=0), build_scripted)
+    assert actor.load(48).num_chunks == 48 == actor.stats().pool.num_chunks
+    actor.close()
+
+
+def test_a_warm_up_tells_how_far_it_is_and_what_computes():
+    actor = StageActor(make_spec(1), build_warming)
+    actor.load()
+    assert str(actor.progress()) == "warming up 0/0"
+    seen: list[str] = []
+    thread = threading.Thread(target=lambda: seen.append(str(actor.warm_up())))
+    thread.start()
+    wait_until(lambda: actor.progress().done == 2)
+    assert str(actor.progress()) == "warming up 2/4: kernel 2"
+    thread.join()
+    assert seen[0].startswith("stage 1: layers 3 to 5 on cpu, backend scripted, attention scripted_decode, scripted_prefill;")
+    assert "3 graphs captured, warm after 0." in seen[0]
+    actor.close()
+
+
+def test_a_model_without_a_warm_up_is_warm():
+    actor = StageActor(make_spec(0), build_scripted)
+    actor.load()
+    start = actor.warm_up()
+    assert (start.num_graphs, start.backend, start.layers) == (0, "torch", (0, 3)) and actor.progress().total == 0
+    actor.close()
+
+
+def test_a_card_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match=r"pipeline\.device is cuda, but stage 0 finds no NVIDIA GPU"):
+        StageActor(make_spec(0)).look_at_card()
+
+
 def test_repr_tells_layers_and_device():
     assert repr(StageActor(make_spec(1), build_scripted)) == "Stage1(layers 3 to 5, cpu)"
 
@@ -141,6 +177,18 @@ def test_transport_keeps_every_bit_and_owns_what_it_unpacks(dtype, rng):
     assert torch.equal(received, hidden) and received.dtype == dtype
     received.zero_()
     assert torch.equal(transport.unpack(packed), hidden)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_transport_between_cards_keeps_every_bit(dtype, rng):
+    transport = ObjectStoreTransport(dtype, torch.device("cuda"))
+    hidden = torch.randn(300, 64, generator=rng).to(dtype)
+    messages = [transport.pack(hidden.cuda() * 2**shift) for shift in range(4)]  # each has memory of its own
+    for shift, packed in enumerate(messages):
+        packed.flags.writeable = False
+        received = transport.unpack(packed)
+        assert received.device.type == "cuda" and torch.equal(received.cpu(), hidden * 2**shift)
 
 
 def test_the_scheduler_process_needs_no_torch():

@@ -17,14 +17,15 @@ from ray_cluster import free_ports
 
 from qsa.config import EngineConfig, make_config
 from qsa.serve_app.api import make_api
+from qsa.serve_app.warm_up import WarmUp
 
 
 class LiveServer:
     """uvicorn in a thread. `post` and `get` return `requests` responses, `stream` the events of a stream."""
 
-    def __init__(self, engine: Any, config: EngineConfig) -> None:
+    def __init__(self, engine: Any, config: EngineConfig, warm_up: WarmUp | None = None) -> None:
         self.engine = engine
-        self.app = make_api(engine, config)
+        self.app = make_api(engine, config, warm_up)
         (self.port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
         settings = uvicorn.Config(self.app, host="127.0.0.1", port=self.port, log_level="warning", timeout_graceful_shutdown=1)
@@ -80,10 +81,10 @@ def read_event(line: bytes) -> Any:
 def _servers() -> Iterator[Callable[..., LiveServer]]:
     with contextlib.ExitStack() as stack:
 
-        def start(engine: Any, settings: dict[str, Any] | None = None) -> LiveServer:
+        def start(engine: Any, settings: dict[str, Any] | None = None, warm_up: WarmUp | None = None) -> LiveServer:
             if not hasattr(engine, "generate"):
                 engine = FakeEngine(engine)
-            server = LiveServer(engine, make_config(settings or {}))
+            server = LiveServer(engine, make_config(settings or {}), warm_up)
             stack.callback(server.close)
             return server
 
