@@ -89,7 +89,8 @@ class KVCache:
         if growth.per_layer:
             chunks = self.pool.allocate(growth.per_layer * self.num_layers)
             self._slots.add(slot, growth, chunks)
-            new = torch.tensor(chunks, dtype=torch.int64).view(self.num_layers, growth.per_layer).to(self.device)
+            new = torch.tensor(chunks, dtype=torch.int64).view(self.num_layers, growth.per_layer)
+            new = new.to(self.device, non_blocking=True)  # the driver has a copy when this returns
             pages = slice(growth.first_page, growth.first_page + growth.num_pages)
             summaries = slice(growth.first_summary, growth.first_summary + growth.num_summaries)
             addresses = new * CHUNK_BYTES + self.pool.address(0)

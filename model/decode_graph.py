@@ -169,7 +169,9 @@ class DecodeSteps:
         self._compute, self._device = compute, device
         self._buckets = {size: _Bucket(size, num_layers, hidden_size, dtype, device) for size in bucket_sizes(max_sequences)}
         self._graphs: dict[tuple[int, int], _Captured] = {}
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        is_cuda = device.type == "cuda"
+        self._pool = torch.cuda.graph_pool_handle() if is_cuda else None
+        self._side = torch.cuda.Stream(device) if is_cuda else None
 
     @property
     def sizes(self) -> list[int]:
@@ -219,16 +221,16 @@ class DecodeSteps:
         """Compile what a step launches, and on a card make a graph of it. No row is used: nothing is written."""
         buffers = self._buckets[size].buffers
         buffers.ints.zero_()
-        if self._device.type != "cuda":
+        if self._side is None:
             self._compute(sparse_id, buffers)
             return
-        side = torch.cuda.Stream(self._device)
+        side = self._side
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
             self._compute(sparse_id, buffers)
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             out, figures = self._compute(sparse_id, buffers)
         graph.replay()  # the first one takes the graph to the device
         self._graphs[sparse_id, size] = _Captured(graph, out, figures)

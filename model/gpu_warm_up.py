@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from qsa.kernels.dense_prefill_triton import PIECE_TOKENS
 from qsa.kernels.registry import SparseConfig
 from qsa.kernels.sparse_prefill import first_sparse_tile
 from qsa.memory.layout import sequence_chunks
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 Report = Callable[[int, int, str], None]
 SLOT = 0  # of the sequence that is prefilled
+MIN_SLICES = 16
 
 
 def warm_up(model: GpuStageModel, steps: DecodeSteps, prefill_chunk: int, report: Report | None = None) -> None:
@@ -67,15 +69,22 @@ def _pieces(model: GpuStageModel, number: int, chunk: int) -> list[tuple[int, in
     """Start and end of the chunks to prefill under a configuration, those that the pool has room for."""
     config, most = model.attention.sparse[number], _longest(model, number)
     chunk = min(chunk, most)
-    starts = {0, 16, 17}
-    if not config.dense:
-        selects = _first_that_selects(config)
-        starts |= {selects - 16, selects - 15, selects, selects + 1}
     far = max(0, most - chunk) // 16 * 16
-    starts |= {far, max(0, far - 1)}
+    starts, whole, odd = {0, 16, 17, far, far + 1}, {0, far}, set()
+    if config.dense:
+        whole |= set(range(0, PIECE_TOKENS + 1, chunk))
+    else:
+        selects, size = _first_that_selects(config), config.block_size_fine
+        starts |= {selects - 16, selects - 15, selects, selects + 1}
+        whole |= {selects // 16 * 16}
+        slices = MIN_SLICES  # choosing among 2^n slices at most is compiled for every n
+        while slices * size < most:
+            last = slices * size + config.window_size
+            odd |= {last, last + 3 * size + 1}
+            slices *= 2
     pieces = {(start, start + length) for start in starts for length in (1, 16, 33)}
-    pieces |= {(start, start + length) for start in (0, far // 2 // 16 * 16, far) for length in (chunk, chunk - 1)}
-    return sorted(piece for piece in pieces if 0 <= piece[0] < piece[1] <= most)
+    pieces |= {(start, start + 33) for start in odd} | {(start, start + chunk) for start in whole} | {(far, far + chunk - 1)}
+    return sorted((start, end) for start, end in pieces if 0 <= start < end <= most)
 
 
 def _first_that_selects(config: SparseConfig) -> int:
