@@ -1,6 +1,7 @@
 """Dense attention of one query token over paged K and V: the baseline that the sparse step is measured against.
 
-The sequence is cut in `num_splits` equal parts, each attended by a program of its own, and one small kernel combines them.
+The sequence is cut in `num_splits` equal parts, each attended by a program of its own; the last program of a sequence and KV
+head adds them up.
 
 Reference: kernels/dense_attention_ref.py
 """
@@ -13,24 +14,54 @@ import torch
 import triton
 import triton.language as tl
 
-from qsa.kernels.checks import FLOATS, check_tensor
+from qsa.kernels.paged_kv import PagedKV
 from qsa.kernels.registry import Operator, register
-from qsa.kernels.split_triton import attend_tile, combine_splits, kv_type, merge_kernel_sizes
+from qsa.kernels.split_triton import (
+    LOG2_E,
+    attend_tile,
+    check_decode,
+    finish_split,
+    head_constants,
+    kv_constants,
+    load_rows,
+    load_scale,
+    row_pointer,
+    split_workspace,
+)
+
+TUNE = [
+    dict(num_splits=32, block_n=64, num_stages=3),
+    dict(num_splits=33, block_n=64, num_stages=3),
+    dict(num_splits=16, block_n=64, num_stages=3),
+    dict(num_splits=64, block_n=64, num_stages=3),
+    dict(num_splits=32, block_n=64, num_stages=5),
+    dict(num_splits=16, block_n=64, num_stages=5),
+    dict(num_splits=32, block_n=128, num_stages=3),
+    dict(num_splits=16, block_n=128, num_stages=5),
+    dict(num_splits=32, block_n=32, num_stages=5),
+]
 
 
 @triton.jit
 def _dense_decode_kernel(
-    q_ptr, page_table_ptr, seq_lens_ptr, out_ptr, lse_ptr,
+    q_ptr, page_table_ptr, seq_lens_ptr, scale_ptr, parts_ptr, stats_ptr, arrivals_ptr, out_ptr,
     qk_scale,
-    stride_q_b, stride_q_h, stride_pt_b, stride_o_b, stride_o_h, stride_o_s,
-    KV_TYPE: tl.constexpr,
+    stride_q_b, stride_q_h, stride_pt_b,
+    STORED: tl.constexpr,
+    TYPE: tl.constexpr,
+    E4M3: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
     GROUP: tl.constexpr,       # query heads per KV head
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,     # GROUP rounded up to what a product needs
-    BLOCK_N: tl.constexpr,     # tokens attended at a time, a part of a page
     BLOCK_D: tl.constexpr,     # HEAD_DIM rounded up to a power of two
+    BLOCK_S: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,     # tokens attended at a time, a part of a page
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     # grid: (num_splits, num_kv_heads, batch)
@@ -43,27 +74,29 @@ def _dense_decode_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     mask_q = (offs_m < GROUP)[:, None] & (offs_d < HEAD_DIM)[None, :]
     offs_q = batch * stride_q_b + (kv_head * GROUP + offs_m)[:, None] * stride_q_h + offs_d[None, :]
-    q = tl.load(q_ptr + offs_q, mask=mask_q, other=0.0).to(KV_TYPE)  # [BLOCK_M, BLOCK_D]
+    q = tl.load(q_ptr + offs_q, mask=mask_q, other=0.0).to(TYPE)  # [BLOCK_M, BLOCK_D]
+    qk_scale *= load_scale(scale_ptr, kv_head, 0, HAS_SCALE, E4M3)
     top = tl.full([BLOCK_M], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     num_tiles = tl.cdiv(seq_len, BLOCK_N)
-    per_split = tl.cdiv(num_tiles, tl.num_programs(0))
+    per_split = tl.cdiv(num_tiles, NUM_SPLITS)
     for tile in tl.range(split * per_split, tl.minimum((split + 1) * per_split, num_tiles), num_stages=NUM_STAGES):
         start = tile * BLOCK_N
         address = tl.load(page_table_ptr + batch * stride_pt_b + start // PAGE_SIZE)
-        in_page = (start % PAGE_SIZE) + kv_head.to(tl.int64) * (2 * PAGE_SIZE)
-        top, total, acc = attend_tile(
-            q, address, in_page, start + offs_n < seq_len, qk_scale, top, total, acc, offs_n, offs_d,
-            KV_TYPE, PRECISION, PAGE_SIZE, HEAD_DIM,
-        )  # fmt: skip
+        base = row_pointer(address, STORED) + kv_head.to(tl.int64) * (2 * PAGE_SIZE * HEAD_DIM)
+        rows = start % PAGE_SIZE + offs_n
+        mask_n = start + offs_n < seq_len
+        k = load_rows(base, rows, mask_n, offs_d, TYPE, E4M3, HEAD_DIM, BLOCK_D)
+        v = load_rows(base + PAGE_SIZE * HEAD_DIM, rows, mask_n, offs_d, TYPE, E4M3, HEAD_DIM, BLOCK_D)
+        top, total, acc = attend_tile(q, k, v, mask_n, qk_scale, top, total, acc, TYPE, PRECISION)
 
-    out = acc / tl.where(total > 0, total, 1.0)[:, None]
-    lse = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), -1.0e30)
-    offs_o = batch * stride_o_b + (kv_head * GROUP + offs_m) * stride_o_h + split * stride_o_s
-    tl.store(out_ptr + offs_o[:, None] * HEAD_DIM + offs_d[None, :], out, mask=mask_q)
-    tl.store(lse_ptr + offs_o, lse, mask=offs_m < GROUP)
+    finish_split(
+        acc, top, total, load_scale(scale_ptr, kv_head, 1, HAS_SCALE, E4M3), batch * tl.num_programs(1) + kv_head, split,
+        parts_ptr, stats_ptr, arrivals_ptr, out_ptr,
+        NUM_SPLITS, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D, BLOCK_S, BLOCK_G, BLOCK_C,
+    )  # fmt: skip
 
 
 def dense_decode(
@@ -71,9 +104,8 @@ def dense_decode(
     page_table: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    kv_dtype: torch.dtype,
+    kv: PagedKV,
     num_kv_heads: int,
-    page_size: int,
     sm_scale: float,
     num_splits: int = 32,
     block_n: int = 64,
@@ -86,30 +118,22 @@ def dense_decode(
         q:          [batch, num_q_heads, head_dim]
         page_table: int64 [batch, max_pages], address of each page `[num_kv_heads][K|V][page_size][head_dim]` of this layer.
         seq_lens:   int32 or int64 [batch], the query's token included; 0 for a row that attends to nothing.
-        kv_dtype:   type of K and V.
         num_splits: programs that share a sequence and KV head.
 
     Returns:
         [batch, num_q_heads, head_dim]; zeros for a row that attends to nothing.
     """
-    batch, num_q_heads, head_dim = q.shape
-    check_tensor("q", q, (batch, num_q_heads, head_dim), FLOATS)
-    check_tensor("page_table", page_table, (batch, None), (torch.int64,), q.device)
-    check_tensor("seq_lens", seq_lens, (batch,), (torch.int32, torch.int64), q.device)
-    if q.stride(2) != 1 or page_table.stride(1) != 1:
-        raise ValueError("the last axis of q and page_table must be contiguous")
-    block_n = min(block_n, page_size)
-    group, block_m, block_d = merge_kernel_sizes(num_q_heads, num_kv_heads, head_dim)
-    out = torch.empty(batch, num_q_heads, num_splits, head_dim, dtype=torch.float32, device=q.device)
-    lse = torch.empty(batch, num_q_heads, num_splits, dtype=torch.float32, device=q.device)
+    batch, num_q_heads, head_dim = check_decode(q, page_table, seq_lens, kv, num_kv_heads)
+    heads = head_constants(num_q_heads, num_kv_heads, head_dim, num_splits)
+    parts, stats, arrivals = split_workspace(batch * num_kv_heads, num_splits, heads["GROUP"], head_dim, q.device)
+    out = torch.empty(batch, num_q_heads, head_dim, dtype=q.dtype, device=q.device)
     _dense_decode_kernel[(num_splits, num_kv_heads, batch)](
-        q, page_table, seq_lens, out, lse, sm_scale * 1.4426950408889634,
-        q.stride(0), q.stride(1), page_table.stride(0), *lse.stride(),
-        KV_TYPE=kv_type(kv_dtype), PRECISION="ieee" if kv_dtype == torch.float32 else "tf32", PAGE_SIZE=page_size,
-        GROUP=group, HEAD_DIM=head_dim, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
-        NUM_STAGES=num_stages, num_warps=num_warps,
+        q, page_table, seq_lens, q if kv.scale is None else kv.scale, parts, stats, arrivals, out, sm_scale * LOG2_E,
+        q.stride(0), q.stride(1), page_table.stride(0),
+        BLOCK_N=min(block_n, kv.page_size), NUM_STAGES=num_stages, num_warps=num_warps,
+        **kv_constants(kv, q.device), **heads,
     )  # fmt: skip
-    return combine_splits(out, lse, q.dtype)
+    return out
 
 
 class DenseAttention(Operator):

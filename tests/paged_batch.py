@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
+from qsa.kernels.paged_kv import PagedKV
+
+FP8 = torch.float8_e4m3fn
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles here")),
     pytest.param("cuda", marks=pytest.mark.gpu),
@@ -20,7 +23,7 @@ class PagedBatch:
     """k, v: [num_kv_heads, seq_len, head_dim] of each sequence; pool: [num_pages, num_kv_heads, 2, page_size, head_dim].
 
     Every second page of the pool, and what sequences leave of their last page, is NaN. Table entries that no token needs
-    point to such a page.
+    point to such a page. scale: of a pool in float8, [num_kv_heads, 2]; k and v are then what its numbers mean, in float32.
     """
 
     k: list[torch.Tensor]
@@ -28,6 +31,15 @@ class PagedBatch:
     pool: torch.Tensor
     page_table: torch.Tensor
     seq_lens: torch.Tensor
+    scale: torch.Tensor | None = None
+
+    @property
+    def kv(self) -> PagedKV:
+        return PagedKV(self.pool.dtype, self.page_size, self.scale)
+
+    def rows(self, rows: slice) -> PagedBatch:
+        """Some of the sequences, at the same places."""
+        return replace(self, k=self.k[rows], v=self.v[rows], page_table=self.page_table[rows], seq_lens=self.seq_lens[rows])
 
     @property
     def page_size(self) -> int:
@@ -51,15 +63,21 @@ def make_batch(
     """Random sequences. pinned: the pool lies in pinned host memory."""
     pages = [-(-seq_len // page_size) for seq_len in seq_lens]
     shape = (2 * sum(pages) + 1, num_kv_heads, 2, page_size, head_dim)
-    pool = torch.full(shape, float("nan"), dtype=dtype)
+    pool = torch.full(shape, float("nan")).to(dtype)
+    scale = 0.02 * (torch.rand(num_kv_heads, 2) + 0.5) if dtype == FP8 else None
     ks, vs, places, used = [], [], [], 0
     for seq_len, count in zip(seq_lens, pages):
-        k, v = (torch.randn(num_kv_heads, seq_len, head_dim).to(dtype) for _ in "kv")
+        k, v = (torch.randn(num_kv_heads, seq_len, head_dim) for _ in "kv")
+        if scale is not None:
+            k, v = k / scale[:, :1, None], v / scale[:, 1:, None]
+        k, v = k.to(dtype), v.to(dtype)
         own = [2 * (used + count - page) - 1 for page in range(count)]  # falling, odd
         for page, place in enumerate(own):
             first, last = page * page_size, min(seq_len, (page + 1) * page_size)
             pool[place, :, 0, : last - first], pool[place, :, 1, : last - first] = k[:, first:last], v[:, first:last]
         used += count
+        if scale is not None:
+            k, v = k.float() * scale[:, :1, None], v.float() * scale[:, 1:, None]
         ks.append(k.to(device))
         vs.append(v.to(device))
         places.append(own)
@@ -67,4 +85,5 @@ def make_batch(
     table = torch.full((len(seq_lens), max(pages) + 2), pool.data_ptr(), dtype=torch.int64)
     for row, own in enumerate(places):
         table[row, : len(own)] = pool.data_ptr() + torch.tensor(own, dtype=torch.int64) * pool[0].nbytes
-    return PagedBatch(ks, vs, pool, table.to(device), torch.tensor(seq_lens, dtype=torch.int32, device=device))
+    lengths = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+    return PagedBatch(ks, vs, pool, table.to(device), lengths, None if scale is None else scale.to(device))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from oracle import assert_matches_oracle
-from paged_batch import DEVICES, DTYPES, PagedBatch, make_batch
+from paged_batch import DEVICES, DTYPES, FP8, PagedBatch, make_batch
 
 pytest.importorskip("triton")
 from qsa.kernels.dense_attention_ref import dense_attention_ref
@@ -18,14 +18,13 @@ SHAPES = [  # num_q_heads, num_kv_heads, head_dim, seq_lens
 ]
 
 
-def run(q: torch.Tensor, batch: PagedBatch, dtype: torch.dtype) -> torch.Tensor:
+def run(q: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
     return dense_decode(
         q,
         batch.page_table,
         batch.seq_lens,
-        kv_dtype=dtype,
+        kv=batch.kv,
         num_kv_heads=batch.num_kv_heads,
-        page_size=batch.page_size,
         sm_scale=q.shape[2] ** -0.5,
         num_splits=4,
     )
@@ -47,8 +46,18 @@ def test_dense_decode(num_q_heads, num_kv_heads, head_dim, seq_lens, dtype, devi
     torch.manual_seed(0)
     batch = make_batch(seq_lens, num_kv_heads, head_dim, dtype, device)
     q = torch.randn(len(seq_lens), num_q_heads, head_dim).to(dtype).to(device)
-    got = run(q, batch, dtype)
+    got = run(q, batch)
     assert_matches_oracle("out", got.cpu(), expected(q, batch, torch.float64), expected(q, batch, dtype))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "seq_lens"), SHAPES[1:])
+def test_float8(num_q_heads, num_kv_heads, head_dim, seq_lens, device):
+    torch.manual_seed(0)
+    batch = make_batch(seq_lens, num_kv_heads, head_dim, FP8, device)
+    q = torch.randn(len(seq_lens), num_q_heads, head_dim).half().to(device)
+    got = run(q, batch)
+    assert_matches_oracle("out", got.cpu(), expected(q, batch, torch.float64), expected(q, batch, torch.float16))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -56,5 +65,12 @@ def test_a_row_does_not_depend_on_its_company(device):
     torch.manual_seed(1)
     batch = make_batch([290, 170], 1, 64, torch.float16, device)
     q = torch.randn(2, 3, 64).half().to(device)
-    alone = PagedBatch(batch.k[1:], batch.v[1:], batch.pool, batch.page_table[1:], batch.seq_lens[1:])
-    assert torch.equal(run(q, batch, torch.float16)[1:], run(q[1:], alone, torch.float16))
+    assert torch.equal(run(q, batch)[1:], run(q[1:], batch.rows(slice(1, 2))))
+
+
+@pytest.mark.gpu
+def test_bfloat16():
+    torch.manual_seed(2)
+    batch = make_batch([700, 400], 2, 128, torch.bfloat16, "cuda")
+    q = torch.randn(2, 14, 128).bfloat16().to("cuda")
+    assert_matches_oracle("out", run(q, batch).cpu(), expected(q, batch, torch.float64), expected(q, batch, torch.bfloat16))
