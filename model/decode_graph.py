@@ -217,6 +217,7 @@ class DecodeSteps:
             staging.event.record()
         return out, host, buffers.places[:count]
 
+    @torch.inference_mode()
     def capture(self, sparse_id: int, size: int) -> None:
         """Compile what a step launches, and on a card make a graph of it. No row is used: nothing is written."""
         buffers = self._buckets[size].buffers
