@@ -2,16 +2,17 @@
 #
 #     docker build -t qsa .
 #     docker run --rm -p 127.0.0.1:8000:8000 --shm-size=4g qsa                       the default model on the CPU
-#     docker run --rm -p 127.0.0.1:8000:8000 --shm-size=16g -v /models:/models qsa \
-#         qsa serve /models/my-model --host 0.0.0.0
+#     docker run --rm -p 127.0.0.1:8000:8000 --shm-size=16g --gpus all -v /models:/models qsa \
+#         qsa serve /models/my-model --host 0.0.0.0                                  on the cards, one a stage
 #
 # The server listens on all addresses inside the container; what reaches it is decided by -p.
 
 FROM python:3.12-slim
 
-# rsync and ssh: `ray up` copies files into containers; tini: ends the children of a killed server
+# gcc: Triton compiles its kernels' launchers; rsync and ssh: `ray up` copies files into containers; tini: ends the children of
+# a killed server
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends openssh-client rsync tini \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev openssh-client rsync tini \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 1000 ray
 

@@ -12,7 +12,7 @@ import torch
 from qsa.actors.stage_spec import StageSpec
 from qsa.actors.telemetry import StageStart
 from qsa.actors.transport import HiddenMessage, ObjectStoreTransport
-from qsa.device import OLDEST_CAPABILITY
+from qsa.device import why_not_cards
 from qsa.errors import BudgetError, ConfigError
 from qsa.memory.budget import CardMemory, gib
 from qsa.model.batch import Segment
@@ -81,13 +81,12 @@ def look_at_card(spec: StageSpec) -> CardMemory:
     """The card of this process and what is free on it, this process's own context taken off already.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none that stages can compute on.
     """
-    if not torch.cuda.is_available():
-        raise ConfigError(f"pipeline.device is cuda, but stage {spec.stage} finds no NVIDIA GPU where it runs")
+    reason = why_not_cards()
+    if reason is not None:
+        raise ConfigError(f"pipeline.device is cuda, but where stage {spec.stage} runs {reason}; set pipeline.device to cpu")
     card = torch.cuda.get_device_properties(0)
-    if (card.major, card.minor) < OLDEST_CAPABILITY:
-        raise ConfigError(f"pipeline.device is cuda, but {card.name} is older than Ampere; set pipeline.device to cpu")
     free, total = torch.cuda.mem_get_info(0)
     return CardMemory(str(card.uuid), card.name, free, total)
 

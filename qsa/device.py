@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
+import sysconfig
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -41,6 +44,10 @@ def why_not_cards() -> str | None:
     found = torch.cuda.get_device_capability(0)
     if found < OLDEST_CAPABILITY:
         return f"{torch.cuda.get_device_name(0)} has compute capability {found[0]}.{found[1]}, the operators need 8.0 (Ampere)"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "there is no C compiler, which Triton needs to start a kernel; install gcc"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
+        return "Python's C headers, which Triton needs to start a kernel, are not installed (python3-dev)"
     return None
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from qsa import device
+from qsa.commands import doctor
 from qsa.config import EngineConfig, make_config
 from qsa.device import local_cards, planned_device, prefill_chunk, settle, stage_cards, stages_per_card, why_not_cards
 from qsa.errors import ConfigError
@@ -17,7 +18,7 @@ LISTED = "0, GPU-aa, NVIDIA H200, 140000, 143771\n1, GPU-bb, NVIDIA H200, 90000,
 
 
 @pytest.fixture
-def cards(monkeypatch):
+def cards(monkeypatch, tmp_path):
     """A machine with so many cards, as far as this process can see."""
 
     def have(count: int, listed: str = LISTED, visible: str | None = None, capability: tuple[int, int] = (9, 0)) -> None:
@@ -27,6 +28,9 @@ def cards(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (7 << 20, 9 << 20))
+        monkeypatch.setenv("CC", "cc")
+        monkeypatch.setattr(device.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+        (tmp_path / "Python.h").touch()
         monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: SimpleNamespace(name=name))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
@@ -57,7 +61,13 @@ def test_auto_is_cuda_where_everything_is_there(cards):
     assert planned_device(make_config({"pipeline": {"device": "cpu"}})) == "cpu"
 
 
-def test_what_is_missing_is_named(cards, monkeypatch):
+def test_what_is_missing_is_named(cards, monkeypatch, tmp_path):
+    cards(1)
+    (tmp_path / "Python.h").unlink()
+    assert "python3-dev" in why_not_cards()
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(device.shutil, "which", lambda name: None)
+    assert "C compiler" in why_not_cards()
     cards(1, capability=(7, 5))
     assert "7.5" in why_not_cards() and settle(EngineConfig()).pipeline.device == "cpu"
     monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: None)
@@ -109,3 +119,21 @@ def test_every_stage_gets_a_card(cards):
     assert [card.card for card in shared] == ["0", "0", "1", "1"]
     with pytest.raises(ConfigError, match=r"num_stages is 3 with 1 on a card, but this machine has 2"):
         stage_cards(make_config({"pipeline": {"num_stages": 3, "gpus_per_stage": 1}}))
+
+
+@pytest.mark.parametrize(
+    ("count", "settings", "found"),
+    [
+        (2, {}, [("gpu", "ok", "137 of 140 GiB free"), ("stages", "ok", "2 on 2 cards")]),
+        (1, {}, [("gpu", "ok", "NVIDIA H200"), ("stages", "note", "2 on 1 card; --stages 1 is faster")]),
+        (2, {"device": "cpu"}, [("gpu", "note", "not used, pipeline.device is cpu")]),
+        (1, {"num_stages": 2, "gpus_per_stage": 1}, [("gpu", "ok", ""), ("stages", "fail", "this machine has 1")]),
+        (0, {}, [("gpu", "note", "PyTorch finds no NVIDIA GPU: the engine computes on the CPU")]),
+        (0, {"device": "cuda"}, [("gpu", "fail", "PyTorch finds no NVIDIA GPU")]),
+    ],
+)
+def test_the_doctor_looks_at_the_cards(cards, count, settings, found):
+    cards(count, listed="".join(LISTED.splitlines(True)[:count]))
+    said = list(doctor.check_gpu(make_config({"pipeline": settings})))
+    assert [(one.subject, one.state) for one in said] == [(subject, state) for subject, state, _ in found]
+    assert all(words in one.text for one, (_, _, words) in zip(said, found, strict=True)), said

@@ -55,16 +55,31 @@ def check_packages() -> Iterator[Finding]:
         yield Finding(name, "ok" if good else "fail", version if good else f"{version}, wants {requirement}")
 
 
-def check_gpu(device: str) -> Finding:
-    import torch  # noqa: PLC0415 - seconds to import; the findings before it are printed at once
+def check_gpu(config: EngineConfig) -> Iterator[Finding]:
+    """The cards, and everything that computing on them needs."""
+    from qsa.device import local_cards, settle, stage_cards, why_not_cards  # noqa: PLC0415 - imports torch: seconds
 
-    if not torch.cuda.is_available():
-        if device == "cuda":
-            return Finding("gpu", "fail", "pipeline.device is cuda, but torch finds no GPU")
-        return Finding("gpu", "note", "none: the engine computes on the CPU")
-    cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    names = ", ".join(f"{card.name} {card.total_memory / GIB:.0f} GiB" for card in cards)
-    return Finding("gpu", "note", f"{names}: not used so far, the engine computes on the CPU")
+    wanted = config.pipeline.device
+    reason = why_not_cards()
+    if reason is not None:
+        state: Literal["note", "fail"] = "fail" if wanted == "cuda" else "note"
+        yield Finding("gpu", state, f"{reason}: the engine computes on the CPU")
+        return
+    cards = local_cards()
+    names = ", ".join(f"{card.name} {card.free_bytes / GIB:.0f} of {card.total_bytes / GIB:.0f} GiB free" for card in cards)
+    if wanted == "cpu":
+        yield Finding("gpu", "note", f"{names}: not used, pipeline.device is cpu")
+        return
+    yield Finding("gpu", "ok", names)
+    try:
+        used = {card.card for card in stage_cards(settle(config))}
+    except QSAError as error:
+        yield Finding("stages", "fail", str(error))
+        return
+    stages = config.pipeline.num_stages
+    shared = len(used) < stages
+    text = f"{stages} on {len(used)} card{'s' if len(used) > 1 else ''}"
+    yield Finding("stages", "note" if shared else "ok", text + (f"; --stages {len(cards)} is faster" if shared else ""))
 
 
 def check_memory() -> Iterator[Finding]:
@@ -95,10 +110,10 @@ def check_port(host: str, port: int) -> Finding:
 
 
 def check_model(config: EngineConfig) -> Finding:
-    from qsa.model.checkpoint.load import open_checkpoint  # noqa: PLC0415 - imports torch
+    from qsa.model.checkpoint.open import open_model  # noqa: PLC0415 - imports torch
 
     try:
-        checkpoint = open_checkpoint(config.model.path)
+        checkpoint = open_model(config.model.path, config.model.load_format)
     except QSAError as error:
         return Finding("model", "fail", str(error))
     spec = checkpoint.spec
@@ -114,7 +129,7 @@ def findings(config: EngineConfig) -> Iterator[Finding]:
     yield check_port(config.server.host, config.server.port)
     slow: list[Callable[[], Iterator[Finding]]] = [
         check_memory,
-        lambda: iter([check_gpu(config.pipeline.device)]),
+        lambda: check_gpu(config),
         lambda: iter([check_model(config)]),
     ]
     for check in slow:
