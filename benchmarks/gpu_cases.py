@@ -156,7 +156,7 @@ def run_case(case: Case, tunes: bool) -> Found:
         found.us, found.spread = measured.median, measured.spread
     except Exception as error:
         found.failure = f"{type(error).__name__}: {str(error)[:300]}"
-        traceback.print_exc()
+        print("".join(traceback.format_exception(error)[-3:])[-900:], flush=True)
     return found
 
 

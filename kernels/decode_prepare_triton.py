@@ -170,6 +170,7 @@ def _decode_prepare_kernel(
     HAS_NORM: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_QUERY: tl.constexpr,
+    HAS_CODE: tl.constexpr,
     CODE_DIM: tl.constexpr,
     CHUNK_TOKENS: tl.constexpr,  # tokens whose codes one summary chunk holds
     BLOCK_H: tl.constexpr,       # half of HEAD_DIM, rounded up to a power of two
@@ -199,7 +200,7 @@ def _decode_prepare_kernel(
                 address, position % PAGE_SIZE, part - NUM_Q_HEADS, eps,
                 KV_TYPE, PAGE_SIZE, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, HAS_NORM, HAS_SCALE, BLOCK_H,
             )  # fmt: skip
-        else:
+        elif HAS_CODE:
             address = tl.load(summary_table_ptr + batch * stride_st_b + position // CHUNK_TOKENS)
             _write_code(
                 row_ptr, cos_ptr, sin_ptr, head_norm_ptr, project_ptr, bias_ptr,
@@ -278,7 +279,7 @@ def decode_prepare(
         qkv.stride(0), page_table.stride(0), summary_table.stride(0),
         KV_TYPE=stored_type(kv_dtype), KEY_TYPE=key_type(kv_dtype, qkv.dtype), PAGE_SIZE=page_size,
         NUM_Q_HEADS=sizes.num_q_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        HAS_NORM=head_norm is not None, HAS_SCALE=kv_scale is not None, HAS_QUERY=query is not None,
+        HAS_NORM=head_norm is not None, HAS_SCALE=kv_scale is not None, HAS_QUERY=query is not None, HAS_CODE=code is not None,
         CODE_DIM=code_dim, CHUNK_TOKENS=sizes.chunk_tokens,
         BLOCK_H=block_h, BLOCK_Q=block_q, BLOCK_C=block_c,
         BLOCK_G=min(triton.next_power_of_2(num_kv_heads), max(1, 256 // block_h)),
