@@ -100,9 +100,6 @@ class Bench:
             device="cuda",
         )
         buffer = self.stage.cache.pool.buffer
-        for part in buffer.split(1024):
-            part.view(self.stage.cache.dtype).copy_(torch.randn(part.numel() // kv_bytes, device="cuda").view(len(part), -1))
-        torch.cuda.synchronize()
         print(
             f"built in {time.perf_counter() - began:.0f} s: weights {self.stage.weight_bytes / 1e9:.1f} GB,"
             f" KV {buffer.numel() / 1e9:.1f} GB, free {torch.cuda.mem_get_info()[0] / 1e9:.1f} GB",
@@ -110,8 +107,10 @@ class Bench:
         )
 
     def open(self, number: int) -> None:
-        """All sequences under one configuration, in pages that hold what they held."""
+        """All sequences under one configuration, over random K, V and codes."""
         attention, cache = self.stage.attention, self.stage.cache
+        for part in cache.pool.buffer.split(1024):
+            part.view(cache.dtype).copy_(torch.randn(part.numel() // cache.dtype.itemsize, device="cuda").view(len(part), -1))
         for slot in range(BATCH):
             attention.release(slot)
         for slot in range(BATCH):
