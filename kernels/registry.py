@@ -31,7 +31,8 @@ class SparseConfig:
         summary:           what a slice is scored by: code | sketch | minmax | mean.
         propose:           "slices": the scan proposes `candidate_factor * top_k_fine` slices straight away;
                            "blocks": the scan keeps `top_k_coarse` blocks, then slices inside them.
-        candidate_factor:  size of the proposed pool as a multiple of `top_k_fine` (propose="slices").
+        candidate_factor:  size of the proposed pool as a multiple of `top_k_fine`; one number, or one a layer of the whole
+                           model. Where it is 1 the pool is the list.
         rerank:            "exact": exact keys choose the final list from the pool at every step;
                            "none": the summary's own order does.
         reselect_every:    decode steps between two scans; one number, or one a layer of the whole model. The first
@@ -51,7 +52,7 @@ class SparseConfig:
     top_k_fine: int = 16
     summary: str = "code"
     propose: Literal["slices", "blocks"] = "slices"
-    candidate_factor: int = 4
+    candidate_factor: int | tuple[int, ...] = 4
     rerank: Literal["exact", "none"] = "exact"
     reselect_every: int | tuple[int, ...] = 1
     list_per: Literal["kv_head", "layer"] = "kv_head"
@@ -63,7 +64,7 @@ class SparseConfig:
         if self.dense:
             return
         positive = ("window_size", "sink_size", "block_size_coarse", "block_size_fine", "top_k_coarse", "top_k_fine")
-        for name in (*positive, "candidate_factor", "prefill_tile", "prefill_factor", "prefill_samples"):
+        for name in (*positive, "prefill_tile", "prefill_factor", "prefill_samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"sparse.{name} must be at least 1, got {getattr(self, name)}")
         if self.block_size_coarse % self.block_size_fine:
@@ -82,6 +83,9 @@ class SparseConfig:
         scans = self.reselect_every if isinstance(self.reselect_every, tuple) else (self.reselect_every,)
         if min(scans) < 1:
             raise ValueError(f"sparse.reselect_every must be at least 1, got {self.reselect_every}")
+        factors = self.candidate_factor if isinstance(self.candidate_factor, tuple) else (self.candidate_factor,)
+        if min(factors) < 1:
+            raise ValueError(f"sparse.candidate_factor must be at least 1, got {self.candidate_factor}")
 
     @property
     def token_budget(self) -> int:
@@ -95,11 +99,27 @@ class SparseConfig:
 
     def scan_interval(self, layer: int) -> int:
         """Decode steps between two scans of a layer (numbered in the whole model)."""
-        if isinstance(self.reselect_every, int):
-            return self.reselect_every
-        if layer >= len(self.reselect_every):
-            raise ValueError(f"sparse.reselect_every has {len(self.reselect_every)} entries, but the model has a layer {layer}")
-        return self.reselect_every[layer]
+        return _of_layer("reselect_every", self.reselect_every, layer)
+
+    def pool_size(self, layer: int) -> int:
+        """Slices that a scan of a layer (numbered in the whole model) proposes."""
+        factor = _of_layer("candidate_factor", self.candidate_factor, layer)
+        return self.top_k_fine * (factor if self.rerank == "exact" else 1)
+
+    @property
+    def max_pool_size(self) -> int:
+        """Slices that a scan proposes in the layer that proposes the most."""
+        factor = self.candidate_factor if isinstance(self.candidate_factor, int) else max(self.candidate_factor)
+        return self.top_k_fine * (factor if self.rerank == "exact" else 1)
+
+
+def _of_layer(name: str, values: int | tuple[int, ...], layer: int) -> int:
+    """A setting that is one number, or one a layer of the whole model."""
+    if isinstance(values, int):
+        return values
+    if layer >= len(values):
+        raise ValueError(f"sparse.{name} has {len(values)} entries, but the model has a layer {layer}")
+    return values[layer]
 
 
 DENSE_ID = 0

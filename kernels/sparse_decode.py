@@ -72,14 +72,19 @@ def plan_near(
         masks.append(mask)
         offsets.append(rows)
         rows += len(mask)
-    heads = torch.arange(len(seq_lens) * num_q_heads) * (pool_size + num_near)
     return NearPlan(
         torch.tensor(slices),
         torch.cat(masks) if len(masks) > 1 else masks[0],
         torch.tensor(offsets).view(-1, 1, 1),
         torch.arange(num_near),
-        heads.view(len(seq_lens), num_kv_heads, num_q_heads // num_kv_heads, 1),
+        first_rows(len(seq_lens), num_q_heads, num_kv_heads, num_near + pool_size),
     )
+
+
+def first_rows(batch: int, num_q_heads: int, num_kv_heads: int, num_slices: int) -> torch.Tensor:
+    """NearPlan.heads for near slices and a pool of `num_slices` together."""
+    heads = torch.arange(batch * num_q_heads) * num_slices
+    return heads.view(batch, num_kv_heads, num_q_heads // num_kv_heads, 1)
 
 
 def mask_rows(pool: torch.Tensor, num_near: int) -> torch.Tensor:

@@ -101,10 +101,17 @@ class StageAttention:
                 f"sparse.{number}.window_size is {config.window_size}, but sparse.{number}.block_size_fine is {size}:"
                 " the window must hold a slice until it is complete"
             )
-        config.scan_interval(self.first_layer + self.num_layers - 1)  # refuses a list that is too short
+        for of_layer in (config.scan_interval, config.pool_size):
+            of_layer(self.first_layer + self.num_layers - 1)  # refuses a list that is too short
         summary = make_summary(config.summary, self.num_kv_heads, self.head_dim, size, calibration, self.backend)
         state = SelectionState(config, self.num_layers, self.cache.max_sequences, self.num_kv_heads)
         return _Method(config, summary, self._planner.slice_rows[size], self._planner.slice_tables[size], state)
+
+    @property
+    def operator_names(self) -> tuple[str, ...]:
+        """Operators that compute here."""
+        summaries = [f"{method.config.summary}_summary" for method in self._methods.values()]
+        return tuple(dict.fromkeys((*self._operators, *summaries)))
 
     def summary_layout(self, sparse_id: int) -> SummaryLayout:
         """How the summaries of a sequence under that configuration lie in chunks."""
@@ -197,16 +204,19 @@ class StageAttention:
         for row, due in enumerate(group.is_due[local]):
             if due:
                 self._scan(local, q[row], method, slots[row], group.seq_lens[row])
+        width, top_k = group.widths[local], method.config.top_k_fine
+        near = group.near[width]
         if len(slots) == 1:
             index = slice(slots[0], slots[0] + 1)
-            key_rows, masked = state.key_rows[local, index, :, : group.width], state.masked[local, index, :, : group.width]
+            key_rows, masked = state.key_rows[local, index, :, :width], state.masked[local, index, :, :width]
         else:
-            key_rows = state.key_rows[local, :, :, : group.width].index_select(0, group.slot_index)
-            masked = state.masked[local, :, :, : group.width].index_select(0, group.slot_index) + group.near.mask_offsets
-        top_k = method.config.top_k_fine
+            key_rows = state.key_rows[local, :, :, :width].index_select(0, group.slot_index)
+            masked = state.masked[local, :, :, :width].index_select(0, group.slot_index) + near.mask_offsets
         out, places = self._sparse_decode(
-            q, method.rows, key_rows, masked, group.near, top_k, self.sm_scale, has_padding=group.has_padding
+            q, method.rows, key_rows, masked, near, top_k, self.sm_scale, has_padding=group.has_padding
         )
+        if places is None and state.pool_size > top_k:  # in another layer there is something to choose
+            places = torch.arange(top_k).expand(len(slots), masked.shape[1], top_k)
         if places is not None:
             group.places.append(places)
         return out
@@ -217,12 +227,12 @@ class StageAttention:
         state = method.state
         near = state.num_near
         state.key_rows[:, group.slots, :, :near] = group.near_rows
-        for slot, count in group.all_slots:
-            state.masked[:, slot, :, near : near + count] = mask_rows(torch.arange(count), near)
-            state.masked[:, slot, :, near + count :] = near
-            bases = method.table[:, slot, None, :count] + method.rows.head_offsets.view(-1, 1)
-            state.key_rows[:, slot, :, near : near + count] = bases
-            state.key_rows[:, slot, :, near + count :] = bases[:, :, :1]
+        for slot, count, layers in group.all_slots:
+            state.masked[layers, slot, :, near : near + count] = mask_rows(torch.arange(count), near)
+            state.masked[layers, slot, :, near + count :] = near
+            bases = method.table[:, slot, None, :count][layers] + method.rows.head_offsets.view(-1, 1)
+            state.key_rows[layers, slot, :, near : near + count] = bases
+            state.key_rows[layers, slot, :, near + count :] = bases[:, :, :1]
 
     def _scan(self, local: int, q: torch.Tensor, method: _Method, slot: int, seq_len: int) -> None:
         """Fill the slot's pool from the summaries of its whole context."""
@@ -235,17 +245,18 @@ class StageAttention:
         ).unsqueeze(0)
         pool, edge = self._block_select(
             scores,
-            state.pool_size,
+            config.pool_size(self.first_layer + local),
             per_layer=method.per_layer,
             block_scores=method.block_scores(scores),
             top_k_coarse=config.top_k_coarse,
             slices_per_block=method.slices_per_block,
         )
-        torch.add(pool[0], state.num_near + 1, out=state.masked[local, slot, :, state.num_near :])
+        end = state.num_near + pool.shape[-1]
+        torch.add(pool[0], state.num_near + 1, out=state.masked[local, slot, :, state.num_near : end])
         if config.propose == "blocks":
             pool = pool.clamp(min=0)
         bases = method.table[local, slot].take(pool[0])
-        torch.add(bases, method.rows.head_offsets.view(-1, 1), out=state.key_rows[local, slot, :, state.num_near :])
+        torch.add(bases, method.rows.head_offsets.view(-1, 1), out=state.key_rows[local, slot, :, state.num_near : end])
         if edge is not None:
             state.edges[local, slot] = edge[0]
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from qsa.kernels.kv_write import write_rows
 from qsa.kernels.paged_rows import SliceRows
 from qsa.kernels.registry import SparseConfig
-from qsa.kernels.sparse_decode import NearPlan, plan_near
+from qsa.kernels.sparse_decode import NearPlan, first_rows, plan_near
 from qsa.kernels.sparse_prefill import TilePlan, first_sparse_tile, plan_tiles
 from qsa.memory.kv_cache import KVCache
 from qsa.memory.layout import SummaryLayout, cdiv
 from qsa.model.batch import Segment
-from qsa.model.selection import pool_size
 
 MAX_ROWS = 4  # decode rows that select together: the keys of more do not stay in the cache
 
@@ -50,11 +49,11 @@ class SparseRows:
         rows:        their places among the step's rows.
         index:       the same as a tensor, None when they are all of the step's rows.
         slot_index:  the rows' slots as a tensor.
-        width:       near slices and pool together.
+        widths:      by layer, near slices and the places of a pool that are read together.
         is_due:      [num_layers][batch], whether a layer scans for a row in this step.
-        near:        the slices near the queries.
+        near:        by width, the slices near the queries.
         near_rows:   int64 [num_layers, batch, num_kv_heads, num_near], their rows of K.
-        all_slots:   slots whose pool is every candidate, with the number of candidates.
+        all_slots:   slots whose pool is every candidate in some layers: the slot, its candidates, the layers.
         has_padding: whether a pool may be padded.
         places:      per layer which of a pool's slices were chosen, int64 [batch, lists, top_k], filled layer by layer.
     """
@@ -65,11 +64,11 @@ class SparseRows:
     slots: list[int]
     slot_index: torch.Tensor
     seq_lens: list[int]
-    width: int
+    widths: list[int]
     is_due: list[list[bool]]
-    near: NearPlan
+    near: dict[int, NearPlan]
     near_rows: torch.Tensor
-    all_slots: list[tuple[int, int]]
+    all_slots: list[tuple[int, int, slice | list[int]]]
     has_padding: bool
     places: list[torch.Tensor] = field(default_factory=list)
 
@@ -209,7 +208,7 @@ class StepPlanner:
 
     def _plan_rows(self, sparse_id: int, width: int, rows: list[int], segments: Sequence[Segment]) -> SparseRows:
         config, kv = self._sparse[sparse_id], self.cache.kv
-        size, proposed = config.block_size_fine, pool_size(config)
+        size, layers = config.block_size_fine, range(self.first_layer, self.first_layer + self.cache.num_layers)
         slots, seq_lens = [segments[row].slot for row in rows], [segments[row].end for row in rows]
         slot_index = torch.tensor(slots)
         near = plan_near(
@@ -224,18 +223,32 @@ class StepPlanner:
         bases = self.slice_tables[size][:, slot_index.unsqueeze(1), near.slices]  # [num_layers, batch, num_near]
         near_rows = bases.unsqueeze(2) + self.slice_rows[size].head_offsets.view(-1, 1)
         candidates = [num_candidates(config, seq_len) for seq_len in seq_lens]
-        takes_all = [config.rerank == "exact" and count <= proposed for count in candidates]
-        intervals = [config.scan_interval(self.first_layer + layer) for layer in range(self.cache.num_layers)]
+        # without a rerank the summaries choose also from candidates that would all fit
+        most = {layer: config.pool_size(layer) if config.rerank == "exact" else 0 for layer in layers}
+        fits = [count <= max(most.values()) for count in candidates]  # some layer's pool: the others scan at every step
         steps = [self._scanned.get(slot, 0) for slot in slots]
-        is_due = [[not every and step % interval == 0 for every, step in zip(takes_all, steps)] for interval in intervals]
-        for slot, step, every in zip(slots, steps, takes_all):
-            self._scanned[slot] = step if every else step + 1
-        all_slots = [(slot, count) for slot, count, every in zip(slots, candidates, takes_all) if every]
+        is_due = [
+            [
+                count > most[layer] and (fit or step % config.scan_interval(layer) == 0)
+                for count, fit, step in zip(candidates, fits, steps)
+            ]
+            for layer in layers
+        ]
+        for slot, step, fit in zip(slots, steps, fits):
+            self._scanned[slot] = step if fit else step + 1
+        all_slots: list[tuple[int, int, slice | list[int]]] = []
+        for slot, count, fit in zip(slots, candidates, fits):
+            local = [layer - self.first_layer for layer in layers if count <= most[layer]]
+            if fit:
+                all_slots.append((slot, count, local if len(local) < len(layers) else slice(None)))
         has_padding = config.propose == "blocks" or any(count < width for count in candidates)
-        num_read = near.slices.shape[1] + width
+        num_near = near.slices.shape[1]
+        widths = [num_near + min(config.pool_size(layer), width) for layer in layers]
+        heads = (len(slots), self._num_q_heads, kv.num_kv_heads)
+        plans = {one: replace(near, heads=first_rows(*heads, one)) for one in set(widths)}
         index = None if len(rows) == len(segments) else torch.tensor(rows)
         return SparseRows(
-            sparse_id, rows, index, slots, slot_index, seq_lens, num_read, is_due, near, near_rows, all_slots, has_padding
+            sparse_id, rows, index, slots, slot_index, seq_lens, widths, is_due, plans, near_rows, all_slots, has_padding
         )
 
     def _plan_prefill(self, segment: Segment) -> PrefillPlan:
@@ -268,9 +281,9 @@ def num_candidates(config: SparseConfig, seq_len: int) -> int:
 
 
 def pool_width(config: SparseConfig, seq_len: int) -> int:
-    """Places of a pool that are read: all, or while there are fewer candidates than that, these rounded up.
+    """Places of the largest pool that are read: all, or while there are fewer candidates than that, these rounded up.
 
     It depends on the sequence alone, so that a row has the same shapes in any company.
     """
     rounded = cdiv(num_candidates(config, seq_len), config.top_k_fine) * config.top_k_fine
-    return min(pool_size(config), rounded)
+    return min(config.max_pool_size, rounded)

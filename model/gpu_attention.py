@@ -241,12 +241,12 @@ class GpuAttention:
             max_slices=cdiv(self.cache.max_seq_len, config.block_size_fine),
             sink_size=config.sink_size, window_size=config.window_size, sm_scale=self.sm_scale,
         )  # fmt: skip
+        pools = state.pool(local, config.pool_size(self.first_layer + local))
         select_decode(
-            scores, seq_lens, step.due[local], slots, state.pools[local], state.edges[local],
+            scores, seq_lens, step.due[local], slots, pools, state.edges[local],
             num_kv_heads=self.num_kv_heads, **near, **method.select,
         )  # fmt: skip
-        pools = state.pools[local]
-        if config.rerank == "none":
+        if pools.shape[-1] == config.top_k_fine:
             out = sparse_decode(inputs.q, pages, seq_lens, slots, pools, sink_size=config.sink_size, **near, **heads)
         else:
             out = rerank_decode(

@@ -10,14 +10,14 @@ import torch
 from qsa.kernels.registry import SparseConfig
 from qsa.model.attention_plan import num_candidates
 from qsa.model.decode_graph import STEPS_IN_FLIGHT, DecodeRows, HostFigures
-from qsa.model.selection import SlotSelection, add_selections, pool_size
+from qsa.model.selection import SlotSelection, add_selections
 
 
 class DeviceSelection:
     """Per layer and slot of one sparse configuration: the proposed pool and the latest list, in tensors of fixed size.
 
     Attributes:
-        pools:    int32 [num_layers, max_sequences, lists, pool_size], rising, padded with -1.
+        pools:    int32 [num_layers, max_sequences, lists, max_pool_size], rising, padded with -1; see `pool`.
         edges:    float32 [num_layers, max_sequences, lists, 2], shares of the last proposed and the first dropped slice.
         chosen:   int32 [num_layers, max_sequences, lists, top_k_fine]; the same tensor as `pools` without a rerank.
         previous: like chosen, those of the step before.
@@ -27,10 +27,15 @@ class DeviceSelection:
         self, config: SparseConfig, num_layers: int, max_sequences: int, num_kv_heads: int, device: torch.device
     ) -> None:
         shape = (num_layers, max_sequences, num_kv_heads if config.list_per == "kv_head" else 1)
-        self.pools = torch.full((*shape, pool_size(config)), -1, dtype=torch.int32, device=device)
+        self.pools = torch.full((*shape, config.max_pool_size), -1, dtype=torch.int32, device=device)
         self.edges = torch.zeros(*shape, 2, device=device)
         self.previous = torch.full((*shape, config.top_k_fine), -1, dtype=torch.int32, device=device)
         self.chosen = self.pools if config.rerank == "none" else self.previous.clone()
+
+    def pool(self, local: int, size: int) -> torch.Tensor:
+        """Pools of a layer of the stage that proposes `size` slices: [max_sequences, lists, size]. One of a list's size is it."""
+        lists = self.chosen if size == self.chosen.shape[-1] else self.pools
+        return lists[local, :, :, :size]
 
     def reset(self, slot: int) -> None:
         """Forget the slot's pools and lists."""
@@ -57,7 +62,7 @@ class ScanClock:
         While all candidates fit the pool every layer scans at every step, which makes the pool hold all of them, and the
         clock stands still.
         """
-        fits = [num_candidates(self._config, seq_len) <= pool_size(self._config) for seq_len in seq_lens]
+        fits = [num_candidates(self._config, seq_len) <= self._config.max_pool_size for seq_len in seq_lens]
         steps = [self._scanned.get(slot, 0) for slot in slots]
         for slot, step, every in zip(slots, steps, fits):
             self._scanned[slot] = step if every else step + 1

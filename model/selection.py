@@ -34,6 +34,7 @@ class SelectionState:
     """Per layer and slot of one sparse configuration: the proposed pool, where its slices lie, the latest list.
 
     A scan replaces a pool; between scans the lists are chosen from it. The tensors' sizes do not depend on the context.
+    `pool_size` is that of the layer that proposes the most; the pools of others end before it.
 
     Attributes:
         masked:   int64 [num_layers, max_sequences, lists, num_near + pool_size], the near slices, then the pool, as rows
@@ -45,7 +46,7 @@ class SelectionState:
 
     def __init__(self, config: SparseConfig, num_layers: int, max_sequences: int, num_kv_heads: int) -> None:
         lists = num_kv_heads if config.list_per == "kv_head" else 1
-        self.pool_size = pool_size(config)
+        self.pool_size = config.max_pool_size
         self.num_near = num_near_slices(config.window_size, config.block_size_fine)
         shape, width = (num_layers, max_sequences), self.num_near + self.pool_size
         self.masked = torch.zeros((*shape, lists, width), dtype=torch.int64)
@@ -63,11 +64,6 @@ class SelectionState:
     def pools(self, slots: torch.Tensor) -> torch.Tensor:
         """Proposed slices int64 [num_layers, len(slots), lists, pool_size], padded with -1."""
         return self.masked[:, slots, :, self.num_near :] - (self.num_near + 1)
-
-
-def pool_size(config: SparseConfig) -> int:
-    """Slices that a scan proposes."""
-    return config.top_k_fine * (config.candidate_factor if config.rerank == "exact" else 1)
 
 
 def count_decode(

@@ -63,8 +63,9 @@ def expected_pool(attention, method, layer, slot, seq, seq_len):
     """The pool a scan must propose now, from the summaries as they are in memory."""
     config = method.config
     num_candidates = -(-(seq_len - config.window_size) // config.block_size_fine)
-    if config.rerank == "exact" and num_candidates <= method.state.pool_size:
-        return torch.arange(num_candidates).expand(3, -1)
+    pool_size = config.pool_size(FIRST_LAYER + layer)
+    if config.rerank == "exact" and num_candidates <= pool_size:
+        return torch.arange(num_candidates).expand(1 if config.list_per == "layer" else 3, -1)
     scores = method.summary.scan(
         layer,
         attention.cache.pool.buffer,
@@ -79,7 +80,7 @@ def expected_pool(attention, method, layer, slot, seq, seq_len):
         blocks = method.summary.block_scores(scores, 2).double()
     return block_select_ref(
         scores.double(),
-        method.state.pool_size,
+        pool_size,
         per_layer=config.list_per == "layer",
         block_scores=blocks,
         top_k_coarse=config.top_k_coarse,
@@ -98,6 +99,9 @@ def expected_pool(attention, method, layer, slot, seq, seq_len):
         dict(propose="blocks", top_k_coarse=6),
         dict(propose="blocks", top_k_coarse=6, rerank="none", list_per="layer"),
         dict(candidate_factor=8),  # nothing to scan: every candidate is in the pool
+        dict(candidate_factor=(9, 9, 1, 3)),  # one layer attends to its pool, the other chooses from it
+        dict(candidate_factor=(9, 9, 8, 2), list_per="layer"),  # one layer's pool holds every candidate
+        dict(candidate_factor=(9, 9, 1, 2), propose="blocks", top_k_coarse=6),
     ],
     ids=str,
 )
