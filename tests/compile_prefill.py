@@ -2,7 +2,7 @@
 
     python tests/compile_prefill.py 90
 
-The operators run at the 7B shape on CPU tensors, with launches replaced by compilation, as in compile_triton.py.
+The operators run at the 7B shape on CPU tensors, with launches replaced by compilation, as in compile_select.py.
 """
 
 from __future__ import annotations
