@@ -36,6 +36,7 @@ ANSWER_S = 10.0  # a scheduler that does not answer for so long is taken for dea
 HEALTH_S = 2.0
 
 FIRST_TOKENS = 64
+LEAST_LENGTH = 64  # of the prompts of a warm-up's first steps on cards
 AFTER_STAGES = 2  # steps of a warm-up after the stages' own: a first step through all of them, and first requests
 
 logger = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ class Engine:
         try:
             self.starts, total = warm_stages(self._actors.stages, report, AFTER_STAGES, limit_s)
             report(WarmUpProgress(total - 2, total, "a first step through all stages"))
-            call = self._scheduler.begin.remote(self._capacities, self._longest_prompt(prefill_chunk(self.config)))
+            call = self._scheduler.begin.remote(self._capacities, self._first_lengths())
             _wait_for([call], time.monotonic() + limit_s, "warming up", self.config)
             report(WarmUpProgress(total - 1, total, "first requests"))
             if first_requests is not None:
@@ -167,6 +168,14 @@ class Engine:
     def first_tokens(self) -> int:
         """Length of the first requests' prompts: on cards a whole prefill chunk, which is done in a moment there."""
         return self._longest_prompt(prefill_chunk(self.config) if self.config.pipeline.device == "cuda" else FIRST_TOKENS)
+
+    def _first_lengths(self) -> list[int]:
+        """Lengths of the prompts of the first steps. On cards libraries choose, and load, other kernels for other lengths."""
+        chunk = prefill_chunk(self.config)
+        if self.config.pipeline.device == "cpu":
+            return [self._longest_prompt(chunk)]
+        halves = [chunk >> shift for shift in range(chunk.bit_length()) if chunk >> shift >= LEAST_LENGTH]
+        return [self._longest_prompt(length) for half in halves for length in (half, 3 * half // 4)]
 
     def _longest_prompt(self, num_tokens: int) -> int:
         """So many tokens, if the pools hold them and some more."""

@@ -92,15 +92,15 @@ class SchedulerActor:
     def __repr__(self) -> str:
         return f"Scheduler({len(self._stages)} stages, {self._spec.lanes} lanes)"
 
-    async def begin(self, capacities: Sequence[StageCapacity], warm_up_tokens: int = 64) -> None:
-        """Send a first prompt through the stages, then take requests.
+    async def begin(self, capacities: Sequence[StageCapacity], prompt_lengths: Sequence[int] = (64,)) -> None:
+        """Send first prompts through the stages, then take requests.
 
-        warm_up_tokens: length of that prompt, if a prefill chunk and the model's context allow it.
+        prompt_lengths: of these prompts, as far as a prefill chunk and the model's context allow them.
 
         Raises:
-            QSAError: a stage could not run it.
+            QSAError: a stage could not run one.
         """
-        await self._warm_up(warm_up_tokens)
+        await self._warm_up(prompt_lengths)
         self._capacities = tuple(capacities)
         self._scheduler = self._new_scheduler()
         self._began_at = time.monotonic()
@@ -121,20 +121,22 @@ class SchedulerActor:
             sparse=spec.sparse,
         )
 
-    async def _warm_up(self, num_tokens: int) -> None:
-        """A prompt and a decode step of every kind of sampling through all stages, before the first request pays for what
+    async def _warm_up(self, prompt_lengths: Sequence[int]) -> None:
+        """Prompts, and a decode step of every kind of sampling, through all stages, before the first request pays for what
         happens once."""
         spec = self._spec
-        num_tokens = max(1, min(num_tokens, spec.prefill_chunk, spec.max_model_len - len(WARM_UP_SAMPLING)))
-        prompt = SequenceStep("warm-up", 0, 0, (0,) * num_tokens, is_prefill=True, sampling=WARM_UP_SAMPLING[0])
-        steps = [(prompt,)]
-        for position, sampling in zip(range(num_tokens, spec.max_model_len), WARM_UP_SAMPLING, strict=False):
+        most = max(1, min(spec.prefill_chunk, spec.max_model_len - len(WARM_UP_SAMPLING)))
+        lengths = sorted({max(1, min(length, most)) for length in prompt_lengths})
+        greedy = WARM_UP_SAMPLING[0]
+        steps = [SequenceStep("warm-up", 0, 0, (0,) * length, is_prefill=True, sampling=greedy) for length in lengths]
+        for position, sampling in zip(range(lengths[-1], spec.max_model_len), WARM_UP_SAMPLING, strict=False):
             counts = ((0, 1),) if sampling.presence_penalty else ()
-            steps.append((SequenceStep("warm-up", 0, position, (0,), is_prefill=False, sampling=sampling, counts=counts),))
+            steps.append(SequenceStep("warm-up", 0, position, (0,), is_prefill=False, sampling=sampling, counts=counts))
         first = -len(steps) - 1  # so that the first real step is number 0
-        for number, items in enumerate(steps):
-            opened = () if number else ((0, spec.default_sparse_id),)
-            await self._send(StepPlan(0, first + number, 0, items, open_slots=opened))
+        for number, step in enumerate(steps):
+            opened = ((0, spec.default_sparse_id),) if step.is_prefill else ()
+            released = (0,) if step.is_prefill and number else ()
+            await self._send(StepPlan(0, first + number, 0, (step,), opened, released))
         await self._send(StepPlan(0, -1, 0, release_slots=(0,)))
         await self._reset_stages()
 

@@ -153,13 +153,15 @@ def test_counting_begins_again_once_everything_has_left():
     async def scenario(h):
         await h.submit("slow", [SLOW, 7], max_tokens=3)
         await h.actor.reset_stats()
-        assert h.ends["slow"][0] is FinishReason.LENGTH, "it waited"
+        await h.until(lambda: "slow" in h.ends)
+        assert h.ends["slow"][0] is FinishReason.LENGTH
         stats = await h.actor.stats()
         assert [(s.steps, s.tokens) for s in stats.stages] == [(0, 0)] * 2
         assert stats.scheduler.steps == stats.scheduler.computed_tokens == stats.scheduler.added == 0
         await h.submit("next", [8], max_tokens=5)
         await h.until(lambda: "next" in h.ends)
         assert h.tokens["next"] == expected_tokens([8], 5)
+        await h.actor.reset_stats()  # returns when its slot has been given back
         assert await h.all_free()
 
     run(scenario)
