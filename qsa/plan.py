@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from qsa.card_needs import card_weight_bytes, card_workspace_bytes
 from qsa.config import EngineConfig
 from qsa.device import planned_device, prefill_chunk, settle, stage_cards
@@ -28,7 +26,7 @@ from qsa.memory.budget import (
 )
 from qsa.memory.layout import KVLayout, SummaryLayout, sequence_chunks
 from qsa.model.attention import summary_layout
-from qsa.model.build import kv_layout, resolve_dtype
+from qsa.model.build import kv_layout, resolve_dtype, resolve_kv_dtype
 from qsa.model.checkpoint.load import Checkpoint, resolve_model
 from qsa.model.checkpoint.open import dummy_code_dim
 from qsa.model.decoder import PREFILL_COPY_BYTES
@@ -156,7 +154,7 @@ def plan_memory(
     config = settle(config)
     device = planned_device(config)
     _check_device(config, device)
-    kv = kv_layout(checkpoint, _kv_dtype(config))
+    kv = kv_layout(checkpoint, resolve_kv_dtype(config.model.kv_dtype, resolve_dtype(config.model.dtype)))
     summaries = [summary_layout(entry, spec.num_kv_heads, spec.head_dim, code_dim) for entry in sparse.values()]
     needs = [_stage_need(checkpoint, config, kv, summaries, max_model_len, first, last) for first, last in layers]
     if device == "cpu":
@@ -278,12 +276,6 @@ def _check_device(config: EngineConfig, device: str) -> None:
         raise ConfigError(
             f"model.quantization is {model.quantization}, which is for cards; set it to auto, or pipeline.device to cuda"
         )
-
-
-def _kv_dtype(config: EngineConfig) -> torch.dtype:
-    if config.model.kv_dtype == "fp8":
-        return torch.float8_e4m3fn
-    return resolve_dtype(config.model.kv_dtype, resolve_dtype(config.model.dtype))
 
 
 def _stage_need(

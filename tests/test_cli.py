@@ -26,6 +26,7 @@ from qsa.errors import ConfigError, EngineDeadError, OverloadedError, QSAError, 
 from qsa.measure import pace_of
 from qsa.server_process import ServerProcess
 from qsa.settings import config_from, parse_setting
+from qsa.terminal import WarmUpBar
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -94,8 +95,10 @@ def test_short_options_win_over_set(tmp_path):
     file.write_text("server: {port: 1111, host: 127.0.0.3}\n")
     args = cli.build_parser().parse_args(
         ["serve", "m.gguf", "--config", str(file), "--set", "server.port=2222", "--port", "3333", "--stages", "1"]
+        + ["--device", "cpu", "--quantization", "int8"]
     )
     config = config_from(args)
+    assert (config.pipeline.device, config.model.quantization) == ("cpu", "int8")
     assert (config.server.port, config.server.host, config.model.path, config.pipeline.num_stages) == (
         3333,
         "127.0.0.3",
@@ -198,6 +201,16 @@ def test_the_demo_keeps_the_most_chunks_a_stage_held():
     for free in (90, 40, 70):
         watch.note({"stages": [{"layers": [0, 15], "pool": {"num_chunks": 100, "num_free": free}}]})
     assert (watch.stages[0].most_held, watch.stages[0].layers) == (60, "0 to 14")
+
+
+def test_a_warm_up_is_a_line_for_every_tenth_where_nobody_watches(capsys):
+    bar = WarmUpBar()
+    for done in range(41):
+        bar.update(done, 40, f"warming up {done}/40: [batch {done}]")
+    bar.stop()
+    bar.stop()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"warming up {done}/40: [batch {done}]" for done in range(0, 41, 4)]
 
 
 # The HTTP client, against a server that says what the test wants
