@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_cases import Case, relative_error
-from qsa.kernels import skinny_linear_triton
+from qsa.kernels import quant_linear_triton, skinny_linear_triton
 from qsa.kernels.registry import get_operator
 
 HIDDEN, INTERMEDIATE, VOCAB, QKV = 3584, 18944, 152064, 4608
@@ -69,9 +69,9 @@ def decode_case(kind: str, name: str, make: Callable[..., Any], bytes_per_weight
             kind, 0.0
         )  # of the rounded weight
 
-    tune = skinny_linear_triton.TUNE if kind == "bfloat16" else ()
+    tune = {"bfloat16": skinny_linear_triton.TUNE, "int4": quant_linear_triton.TUNE_NIBBLES}
     size = out_features * in_features * bytes_per_weight
-    return Case(f"linear_{kind}_{name}", call, check, tune=({}, *tune), bytes=size, sets=sets)
+    return Case(f"linear_{kind}_{name}", call, check, tune=({}, *tune.get(kind, quant_linear_triton.TUNE_BYTES)), bytes=size, sets=sets)
 
 
 def cases() -> Iterator[Case]:

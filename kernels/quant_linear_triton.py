@@ -34,7 +34,7 @@ from qsa.kernels.quant_prefill_triton import (
     linear_in_pieces,
 )
 from qsa.kernels.registry import register
-from qsa.kernels.skinny_launch_triton import BLOCK_M, CardSize, Counters, Launch, card_size, cut, make_launch, store_in_tiles
+from qsa.kernels.skinny_launch_triton import BLOCK_M, CardSize, Counters, Launch, card_size, make_launch, store_in_tiles
 from qsa.kernels.skinny_linear_triton import SkinnyLinear, launch_product
 from qsa.kernels.skinny_quant_triton import (
     BYTE_RUN,
@@ -73,23 +73,24 @@ FEW_ROWS = 2 * BLOCK_M  # up to as many rows of a prompt are multiplied as those
 SCALES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-def pick_bytes(out_features: int, in_features: int, card: CardSize) -> Launch:
-    """The launch for a weight of 8 bits: steps of 16 KiB, three programs a multiprocessor where its memory holds them."""
-    launch = Launch(block_n=128, block_k=64, num_stages=4)
-    programs = card.programs(2 * launch.block_k * (launch.block_n + 2 * BLOCK_M) * launch.num_stages, 3)
-    splits = cut(triton.cdiv(out_features, launch.block_n), triton.cdiv(in_features, 2 * launch.block_k), programs)
-    return replace(launch, splits=splits)
+def pick_bytes(out_features: int, in_features: int, card: CardSize, changes: dict[str, Any] | None = None) -> Launch:
+    """The launch for a weight of 8 bits: steps of 16 KiB. changes: fields in place of what would be chosen."""
+    chosen = Launch(block_n=128, block_k=64, num_stages=4)
+    return make_launch(chosen, changes, out_features, in_features, card, columns_per_word=2, most_programs=3)
 
 
-def pick_nibbles(out_features: int, in_features: int, group: int, card: CardSize) -> Launch:
-    """The launch for a weight of 4 bits whose columns share a scale by `group`: two programs a multiprocessor."""
+def pick_nibbles(
+    out_features: int, in_features: int, group: int, card: CardSize, changes: dict[str, Any] | None = None
+) -> Launch:
+    """The launch for a weight of 4 bits whose columns share a scale by `group`; a step's runs lie each in one group."""
     run = min(128, group & -group)
-    launch = Launch(block_n=64, block_k=run, num_stages=3, tile_n=64)
-    if run < 128:
-        launch = Launch(block_n=128, block_k=run, num_warps=8, num_stages=3, tile_n=64)
-    programs = card.programs(2 * run * (launch.block_n + 4 * BLOCK_M) * launch.num_stages, 2)
-    splits = cut(triton.cdiv(out_features, launch.block_n), triton.cdiv(in_features, 4 * run), programs)
-    return replace(launch, splits=splits)
+    if run == 128:
+        chosen = Launch(block_n=64, block_k=run, num_stages=3)
+    else:
+        chosen = Launch(block_n=128, block_k=run, num_warps=8, num_stages=3)
+    tile_n = min(64, out_features & -out_features)  # nobody reads such weights row by row
+    chosen = replace(chosen, tile_n=tile_n)
+    return make_launch(chosen, changes, out_features, in_features, card, columns_per_word=4, most_programs=2)
 
 
 def quantize_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,11 +105,6 @@ def by_pieces(quantize: Any, weight: torch.Tensor, rows: int = 8192) -> tuple[to
     pieces = [quantize(piece) for piece in weight.split(rows)]
     values, scale = (torch.cat([p.view(torch.uint8) if p.itemsize == 1 else p for p in part]) for part in zip(*pieces))
     return values.view(pieces[0][0].dtype), scale
-
-
-def largest_tile(wanted: int, out_features: int) -> int:
-    """Rows of the tiles that a weight can be stored in: the largest power of two that divides its rows, up to `wanted`."""
-    return min(wanted, out_features & -out_features)
 
 
 class ByteLinear(SkinnyLinear):
@@ -146,8 +142,7 @@ class ByteLinear(SkinnyLinear):
         out_features, self._in_features = values.shape
         check_tensor("scale", scale, (out_features,), (torch.float32,), values.device)
         device = values.device
-        chosen = pick_bytes(out_features, self._in_features, card_size(device))
-        self.launch = make_launch(chosen, launch, self._in_features, columns_per_word=2)
+        self.launch = pick_bytes(out_features, self._in_features, card_size(device), launch)
         if self.launch.block_k % BYTE_RUN.value:
             raise ValueError(f"block_k must be a multiple of {BYTE_RUN.value} words, got {self.launch.block_k}")
         self._words: torch.Tensor | None = pack_bytes(values)
@@ -289,9 +284,7 @@ class Int4Linear(SkinnyLinear):
         if dtype not in SCALES:
             raise ValueError(f"4-bit weights go with activations in bfloat16 or float16, not {dtype}")
         device = values.device
-        chosen = pick_nibbles(out_features, self._in_features, group, card_size(device))
-        chosen = replace(chosen, tile_n=largest_tile(chosen.tile_n, out_features))
-        self.launch = make_launch(chosen, launch, self._in_features, columns_per_word=4)
+        self.launch = pick_nibbles(out_features, self._in_features, group, card_size(device), launch)
         run = self.launch.block_k
         if group % run:
             raise ValueError(f"block_k ({run}) must divide the group ({group})")

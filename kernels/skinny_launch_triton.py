@@ -48,13 +48,6 @@ class Launch:
     prefetch: int = 0
 
 
-def make_launch(chosen: Launch, changes: dict[str, Any] | None, in_features: int, columns_per_word: int = 1) -> Launch:
-    """`chosen` with some fields changed, and no more parts of the columns than there are steps."""
-    launch = replace(chosen, **(changes or {}))
-    num_steps = triton.cdiv(in_features, launch.block_k * columns_per_word)
-    return replace(launch, splits=min(launch.splits, num_steps))
-
-
 @dataclass(frozen=True)
 class CardSize:
     """What decides how many programs run at once. shared_bytes: of a multiprocessor."""
@@ -90,6 +83,35 @@ def cut(tiles: int, num_steps: int, programs: int, most_splits: int = 8) -> int:
     }
     good = [splits for splits, share in filled.items() if share > 0.92]
     return good[0] if good else max(filled, key=lambda splits: filled[splits])
+
+
+def make_launch(
+    chosen: Launch,
+    changes: dict[str, Any] | None,
+    out_features: int,
+    in_features: int,
+    card: CardSize,
+    *,
+    columns_per_word: int = 1,
+    itemsize: int = 2,
+    most_programs: int = 5,
+) -> Launch:
+    """`chosen` with some fields changed, cut into as many parts as fill the card unless `changes` says how many.
+
+    Args:
+        columns_per_word: of a stored word of packed weights.
+        itemsize:         bytes of a stored number or word, and of an activation.
+        most_programs:    that a multiprocessor has registers for.
+    """
+    launch = replace(chosen, **(changes or {}))
+    num_steps = triton.cdiv(in_features, launch.block_k * columns_per_word)
+    splits = launch.splits
+    if "splits" not in (changes or {}):
+        w_steps = launch.num_stages - (columns_per_word > 1)  # packed weights leave shared memory before they are multiplied
+        rows = w_steps * launch.block_n + launch.num_stages * columns_per_word * BLOCK_M
+        programs = card.programs(itemsize * launch.block_k * rows, most_programs)
+        splits = cut(triton.cdiv(out_features, launch.block_n), num_steps, programs)
+    return replace(launch, splits=min(splits, num_steps))
 
 
 def store_in_tiles(weight: torch.Tensor, tile_n: int, block_k: int) -> torch.Tensor:

@@ -10,7 +10,6 @@ Reference: kernels/quant_linear_ref.py
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from qsa.kernels.skinny_launch_triton import (
     Launch,
     begin,
     card_size,
-    cut,
     hand_on,
     make_launch,
     rows_from_tiles,
@@ -37,6 +35,9 @@ from qsa.kernels.skinny_launch_triton import (
     weight_rows,
 )
 
+NARROW = Launch(block_n=64, block_k=128, num_stages=3)  # few tiles: their columns are cut, so that all programs run at once
+WIDE = Launch(block_n=128, block_k=64, num_stages=4)
+FLOAT32 = Launch(block_n=64, block_k=32, num_stages=2)
 TUNE = [
     dict(block_n=64, block_k=128, num_warps=4, num_stages=3),  # 60 KiB: three programs a multiprocessor
     dict(block_n=64, block_k=128, num_warps=4, num_stages=4),  # two
@@ -50,7 +51,7 @@ TUNE = [
     dict(block_n=32, block_k=256, num_warps=4, num_stages=3),
     dict(block_n=64, block_k=128, num_warps=4, num_stages=3, tile_n=64),
     dict(block_n=128, block_k=64, num_warps=4, num_stages=4, tile_n=64),
-]  # each with the splits of `pick`, and with one more or less
+]  # parts of the columns: as `pick` cuts them
 
 
 @triton.jit
@@ -106,17 +107,17 @@ def _skinny_linear_kernel(
     )  # fmt: skip
 
 
-def pick(out_features: int, in_features: int, itemsize: int, card: CardSize) -> Launch:
-    """The launch for a weight: steps of 16 KiB, three programs a multiprocessor where its memory holds them."""
+def pick(out_features: int, in_features: int, itemsize: int, card: CardSize, changes: dict[str, Any] | None = None) -> Launch:
+    """The launch for a weight: steps of 16 KiB, three programs a multiprocessor where its memory holds them.
+
+    changes: fields in place of what would be chosen.
+    """
+    chosen = NARROW
     if itemsize == 4:
-        return Launch(block_n=64, block_k=32, num_stages=2, splits=1)
-    launch = Launch(block_n=64, block_k=128, num_stages=3)
-    if triton.cdiv(out_features, launch.block_n) > 3 * card.num_multiprocessors:
-        launch = Launch(block_n=128, block_k=64, num_stages=4)
-    step_bytes = itemsize * launch.block_k * (launch.block_n + BLOCK_M)
-    programs = card.programs(step_bytes * launch.num_stages, 3)
-    splits = cut(triton.cdiv(out_features, launch.block_n), triton.cdiv(in_features, launch.block_k), programs)
-    return replace(launch, splits=splits)
+        chosen = FLOAT32
+    elif triton.cdiv(out_features, NARROW.block_n) > 3 * card.num_multiprocessors:
+        chosen = WIDE
+    return make_launch(chosen, changes, out_features, in_features, card, itemsize=itemsize)
 
 
 def skinny_linear(
@@ -267,8 +268,7 @@ class FloatLinear(SkinnyLinear):
             out_dtype: of the results; default: as the activations.
         """
         out_features, self._in_features = weight.shape
-        chosen = pick(out_features, self._in_features, weight.element_size(), card_size(weight.device))
-        self.launch = make_launch(chosen, launch, self._in_features)
+        self.launch = pick(out_features, self._in_features, weight.element_size(), card_size(weight.device), launch)
         self._weight: torch.Tensor | None = weight.contiguous()
         if self.launch.tile_n > 1:
             self._weight = store_in_tiles(weight, self.launch.tile_n, self.launch.block_k)
