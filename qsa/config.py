@@ -60,9 +60,20 @@ class CacheConfig(FrozenModel):
         return value
 
 
+# How slices are chosen, by name; figures of each in docs/attention.md. A preset says nothing of how many are attended.
+PRESETS: dict[str, dict[str, Any]] = {
+    "quality": {},  # the defaults
+    "balanced": {"candidate_factor": 4, "candidate_factor_rare": 2},
+    "fast": {"candidate_factor": 3, "candidate_factor_rare": 1},
+}
+
+
 class SparseSettings(FrozenModel):
     """One sparse-attention configuration; the fields are those of `qsa.kernels.registry.SparseConfig`."""
 
+    preset: Literal["quality", "balanced", "fast"] | None = Field(
+        None, description="Fills in fields that are not given: the same choices, ever cheaper."
+    )
     dense: bool = Field(False, description="Attend to everything; the other fields are ignored.")
     window_size: int = Field(512, gt=0, description="Last tokens, always attended.")
     sink_size: int = Field(32, gt=0, description="First tokens, always attended.")
@@ -74,7 +85,12 @@ class SparseSettings(FrozenModel):
         "auto", description="What a slice is scored by; auto: code when the model is calibrated, else sketch."
     )
     propose: Literal["slices", "blocks"] = Field("slices", description="What the scan proposes.")
-    candidate_factor: int = Field(4, gt=0, description="Proposed slices as a multiple of `top_k_fine`.")
+    candidate_factor: int | tuple[int, ...] = Field(
+        4, description="Proposed slices as a multiple of `top_k_fine`; one number, or one a layer."
+    )
+    candidate_factor_rare: int | None = Field(
+        None, gt=0, description="The same for layers that scan less often than others; default: `candidate_factor`."
+    )
     rerank: Literal["exact", "none"] = Field("exact", description="How the final list is chosen from the proposed pool.")
     reselect_every: int | tuple[int, ...] | Literal["auto"] = Field(
         "auto", description="Decode steps between two scans; one number, one a layer, or auto: from the calibration."
@@ -84,9 +100,14 @@ class SparseSettings(FrozenModel):
     prefill_factor: int = Field(2, gt=0, description="A tile's list is this many times `top_k_fine` slices.")
     prefill_samples: int = Field(16, gt=0, description="Queries of a tile that choose its list, its last one among them.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, value: Any) -> Any:
+        return {**PRESETS.get(str(value.get("preset")), {}), **value} if isinstance(value, dict) else value
+
     def resolve(self, calibrated: bool, scan_every: tuple[int, ...] | None) -> SparseConfig:
         """The operator's view, with `auto` replaced by what the calibration offers."""
-        values: dict[str, Any] = self.model_dump()
+        values: dict[str, Any] = self.model_dump(exclude={"preset", "candidate_factor_rare"})
         if self.summary == "auto":
             values["summary"] = "code" if calibrated else "sketch"
         elif self.summary == "code" and not calibrated and not self.dense:
@@ -95,10 +116,13 @@ class SparseSettings(FrozenModel):
             )
         if self.reselect_every == "auto":
             values["reselect_every"] = scan_every or 1
+        intervals, factor, rare = values["reselect_every"], self.candidate_factor, self.candidate_factor_rare
+        if rare is not None and isinstance(factor, int) and isinstance(intervals, tuple):
+            values["candidate_factor"] = tuple(factor if every == min(intervals) else rare for every in intervals)
         try:
             return SparseConfig(**values)
         except ValueError as error:
-            raise ConfigError(str(error)) from None
+            raise ConfigError(f"{error} (preset {self.preset})" if self.preset else str(error)) from None
 
 
 class LimitsConfig(FrozenModel):

@@ -47,6 +47,7 @@ def test_every_field_is_read_somewhere():
     unread = [f"{section}.{name}" for section, name in fields_of(EngineConfig) if section and (section, name) not in found]
     unread += [name for section, name in fields_of(EngineConfig) if not section and not any(read == name for _, read in found)]
     names = {name for _, name in found}
+    names |= {"preset", "candidate_factor_rare"}  # they become other fields, see below
     unread += [f"sparse.{name}" for name in SparseSettings.model_fields if name not in names]
     assert not unread, f"nobody reads {', '.join(unread)}: take the field away, or use it as section.field"
 
@@ -79,6 +80,27 @@ def test_scan_intervals_come_from_the_calibration_when_auto():
     settings = SparseSettings(reselect_every="auto")
     assert settings.resolve(True, (1, 16)).reselect_every == (1, 16)
     assert settings.resolve(False, None).reselect_every == 1
+
+
+def test_a_preset_fills_in_what_is_not_given():
+    fast = SparseSettings(preset="fast")
+    assert (fast.candidate_factor, fast.candidate_factor_rare) == (3, 1)
+    assert SparseSettings(preset="fast", candidate_factor=5).resolve(True, (1, 16, 1)).candidate_factor == (5, 1, 5)
+    assert SparseSettings(preset="quality").resolve(True, (1, 16)) == SparseSettings().resolve(True, (1, 16))
+    config = make_config({"sparse": {2: {"preset": "balanced", "top_k_fine": 55}}})
+    resolved = config.sparse[2].resolve(True, (16, 1))
+    assert (resolved.candidate_factor, resolved.top_k_fine) == ((2, 4), 55)
+    assert [resolved.pool_size(layer) for layer in (0, 1)] == [110, 220]
+    assert make_config(yaml.safe_load(yaml.safe_dump(config.model_dump(mode="json")))) == config
+    with pytest.raises(ConfigError, match="preset"):
+        make_config({"sparse": {2: {"preset": "faster"}}})
+
+
+@pytest.mark.parametrize("scan_every", [None, (1, 1, 1)])
+def test_layers_that_scan_alike_propose_alike(scan_every):
+    """Without a calibration, or where all layers scan at every step, none is one that scans rarely."""
+    resolved = SparseSettings(preset="balanced").resolve(scan_every is not None, scan_every)
+    assert {resolved.pool_size(layer) for layer in range(3)} == {64}
 
 
 def test_sparse_entries_lie_over_the_built_in_ones():
