@@ -125,30 +125,31 @@ def _rerank_scores_kernel(
 
 
 @triton.jit
-def take_largest(shares, is_candidate, count, BLOCK_T: tl.constexpr, BITS: tl.constexpr):
+def take_largest(shares, is_candidate, count):
     """Which candidates have the `count` largest shares, or all if there are no more; of equal shares the first.
 
-    The bits of positive floats order like the floats: the smallest share that is taken is found BITS bits at a time, with
-    BLOCK_T = 2^BITS trials at once, until a trial parts exactly `count` from the rest or no bits are left.
+    The bits of positive floats order like the floats. The smallest share that is taken is found in them, four bits at a time
+    with 16 trials, until a trial parts exactly `count` from the rest. The first trials are half powers of two below the
+    largest share; only if all that they part are too few, the search begins at 0.
     """
     bits = tl.where(is_candidate, shares.to(tl.int32, bitcast=True), -1)
     count = tl.minimum(count, tl.sum(is_candidate.to(tl.int32), 0))
-    offs_t = tl.arange(0, BLOCK_T)
-    edge = tl.full([], 0, tl.int32)
-    shift = tl.full([], 32 - BITS, tl.int32)
+    offs_t = tl.arange(0, 16)
+    edge = tl.maximum(tl.max(bits, 0) - (15 << 22), 0)
+    shift = tl.full([], 22, tl.int32)
     while shift >= 0:
         trials = edge + (offs_t << shift)  # negative where they overflow
         counts = tl.sum((bits[None, :] >= trials[:, None]).to(tl.int32), 1)
-        counts = tl.where(trials >= 0, counts, -1)
-        exact = tl.max(tl.where(counts == count, trials, -1), 0)
-        reached = tl.max(tl.where(counts >= count, offs_t, 0), 0)
-        edge = tl.where(exact >= 0, exact, edge + (reached << shift))
-        shift = tl.where(exact >= 0, -1, shift - BITS)
+        reaches = (counts >= count) & (trials >= 0)
+        last = tl.max(tl.where(reaches, offs_t * 2 + (counts == count).to(tl.int32), -1), 0)
+        edge = tl.where(last < 0, 0, edge + ((last >> 1) << shift))
+        following = tl.where(shift > 0, tl.maximum(shift - 4, 0), -2)
+        shift = tl.where(last < 0, 28, tl.where((last & 1) == 1, -1, following))
     taken = bits >= edge
-    if shift < -1:  # several are equal to the smallest that is taken, and not all of them have a place
-        equal = bits == edge
-        missing = count - tl.sum((bits > edge).to(tl.int32), 0)
-        taken &= (tl.cumsum(equal.to(tl.int32), 0) <= missing) | (bits > edge)
+    if shift == -2:  # several are equal to the smallest that is taken, and not all of them have a place
+        above = bits > edge
+        missing = count - tl.sum(above.to(tl.int32), 0)
+        taken &= above | (tl.cumsum((bits == edge).to(tl.int32), 0) <= missing)
     return taken
 
 
@@ -192,8 +193,6 @@ def _rerank_values_kernel(
     offs_p = tl.arange(0, BLOCK_P)
     mask_m = offs_m < GROUP
     total_places = pool_size + NUM_NEAR
-    is_place = offs_l < total_places
-    mask_l = mask_m[:, None] & (offs_l < stride_lse_h)[None, :]  # a multiple of what is loaded at once
     slot = tl.load(slots_ptr + batch).to(tl.int64)
     seq_len = tl.load(seq_lens_ptr + batch).to(tl.int32)
     list_of_head = kv_head // NUM_GROUPS
@@ -201,24 +200,19 @@ def _rerank_values_kernel(
     pool = tl.load(pool_ptr + offs_l, mask=offs_l < pool_size, other=-1)
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
-    row = batch * tl.num_programs(1) + kv_head
-    offs_h = (row * GROUP + offs_m) * stride_lse_h
-    lse = tl.load(lse_ptr + offs_h[:, None] + offs_l[None, :], mask=mask_l, other=-1.0e30)  # [BLOCK_M, BLOCK_L]
-    lse = tl.where(is_place[None, :], lse, -1.0e30)
 
     # a head's say in the choice is the mass it has in the pool: one that looks at its window does not outvote the others
     shares = tl.zeros([BLOCK_L], tl.float32)
-    for other in tl.static_range(NUM_GROUPS):
-        if NUM_GROUPS == 1:
-            scores = lse
-        else:
-            offs_o = ((batch * tl.num_programs(1) + list_of_head * NUM_GROUPS + other) * GROUP + offs_m) * stride_lse_h
-            scores = tl.load(lse_ptr + offs_o[:, None] + offs_l[None, :], mask=mask_l, other=-1.0e30)
-            scores = tl.where(is_place[None, :], scores, -1.0e30)
-        masses = tl.exp2(scores - tl.max(scores, 1)[:, None])
-        masses = tl.where(mask_m[:, None], masses / tl.sum(masses, 1)[:, None], 0.0)
-        shares += tl.sum(masses, 0)
-    taken = take_largest(shares, pool >= 0, top_k, 16, 4)
+    offs_g = tl.arange(0, BLOCK_G)
+    mask_g = offs_g < GROUP
+    mask_l = mask_g[:, None] & (offs_l < stride_lse_h)[None, :]  # a multiple of what is loaded at once
+    for group in tl.static_range(NUM_GROUPS):
+        offs_h = ((batch * tl.num_programs(1) + list_of_head * NUM_GROUPS + group) * GROUP + offs_g) * stride_lse_h
+        lse = tl.load(lse_ptr + offs_h[:, None] + offs_l[None, :], mask=mask_l, other=-1.0e30)  # [BLOCK_G, BLOCK_L]
+        lse = tl.where((offs_l < total_places)[None, :], lse, -1.0e30)
+        masses = tl.exp2(lse - tl.max(lse, 1)[:, None])
+        shares += tl.sum(tl.where(mask_g[:, None], masses / tl.sum(masses, 1)[:, None], 0.0), 0)
+    taken = take_largest(shares, pool >= 0, top_k)
     ranks = tl.where(taken, tl.cumsum(taken.to(tl.int32), 0), 0)  # 1, 2, ... for what is taken
     if (split == 0) & (kv_head % NUM_GROUPS == 0) & (seq_len > 0):
         list_ptr = chosen_ptr + slot * stride_c_s + list_of_head * stride_c_l
@@ -240,8 +234,10 @@ def _rerank_values_kernel(
     )  # fmt: skip
     spans = (ends << 16) | firsts
     # what is left of a head that was outvoted may be nothing beside its whole mass: shares are relative to what is kept
-    is_kept = taken | (offs_l >= pool_size)
-    top = tl.max(tl.where(is_kept[None, :], lse, -1.0e30), 1)
+    row = batch * tl.num_programs(1) + kv_head
+    lse_ptr += (row * GROUP + offs_m) * stride_lse_h
+    own = tl.load(lse_ptr[:, None] + places[None, :], mask=mask_m[:, None] & (spans > 0)[None, :], other=-1.0e30)
+    top = tl.max(own, 1)
 
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -253,13 +249,12 @@ def _rerank_values_kernel(
         v = load_rows(base, offs_n, mask_n, offs_d, TYPE, E4M3, HEAD_DIM, BLOCK_D)  # [SLICE, BLOCK_D]
         offs_w = ((row * total_places + place) * GROUP + offs_m)[:, None] * SLICE + offs_n[None, :]
         weights = tl.load(weights_ptr + offs_w, mask=mask_m[:, None], other=0.0)  # [BLOCK_M, SLICE]
-        own = tl.load(lse_ptr + offs_h + place, mask=mask_m & (span > 0), other=-1.0e30)
-        share = tl.exp2(own - top)
+        share = tl.exp2(tl.load(lse_ptr + place, mask=mask_m & (span > 0), other=-1.0e30) - top)
         total += share
         acc += share[:, None] * tl.dot(weights, v, input_precision=PRECISION)
 
     finish_split(
-        acc, tl.zeros([BLOCK_M], tl.float32), total, load_scale(scale_ptr, kv_head, 1, HAS_SCALE, E4M3), row, split,
+        acc, top, total, load_scale(scale_ptr, kv_head, 1, HAS_SCALE, E4M3), row, split,
         parts_ptr, stats_ptr, arrivals_ptr, out_ptr,
         NUM_SPLITS, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D, BLOCK_S, BLOCK_G, BLOCK_C,
     )  # fmt: skip

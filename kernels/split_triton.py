@@ -120,6 +120,7 @@ class _Counters:
         self._next = 0
 
     def take(self, count: int) -> torch.Tensor:
+        count = -(-count // 32) * 32  # a whole line of the cache: kernels are compiled for addresses that are as round
         if self._next + count > NUM_COUNTERS:
             self._next = 0
         self._next += count

@@ -10,9 +10,12 @@ from oracle import assert_matches_oracle
 from paged_batch import DEVICES, DTYPES, FP8, PagedBatch, make_batch
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
 from qsa.kernels import rerank_decode_triton
 from qsa.kernels.paged_kv import PagedKV
-from qsa.kernels.rerank_decode_triton import rerank_decode
+from qsa.kernels.rerank_decode_triton import rerank_decode, take_largest
 from qsa.kernels.sparse_decode_ref import sparse_decode_ref
 
 SLICE, SINK, WINDOW, TOP_K = 32, 16, 64, 3
@@ -35,6 +38,14 @@ def pools_of(seq_lens: list[int], lists: int, pool_size: int) -> torch.Tensor:
             pool = torch.cat((torch.tensor([0, last - 1]), torch.randperm(last))).unique(sorted=False)[:pool_size]
             out[row, one, : len(pool)] = pool.sort().values
     return out
+
+
+@triton.jit
+def _take_kernel(shares_ptr, is_candidate_ptr, taken_ptr, count, N: tl.constexpr):
+    # grid: (1,)
+    offs_n = tl.arange(0, N)
+    taken = take_largest(tl.load(shares_ptr + offs_n), tl.load(is_candidate_ptr + offs_n) != 0, count)
+    tl.store(taken_ptr + offs_n, taken.to(tl.int32))
 
 
 @dataclass
@@ -200,6 +211,34 @@ def test_equal_slices_are_taken_in_order(device):
     assert got.chosen[0, 0].tolist() == [1, 2, 3, 4, 5]
 
 
+SHARES = {
+    "near": lambda: torch.rand(256),
+    "over many powers of two": lambda: torch.exp(20 * torch.randn(256)),
+    "one of almost all": lambda: torch.cat((torch.tensor([6.9]), 1e-9 * torch.rand(255))),
+    "nothing for many": lambda: torch.rand(256) * (torch.rand(256) < 0.1),
+    "subnormal": lambda: 1e-41 * torch.rand(256),
+    "equal": lambda: torch.ones(256),
+    "few values": lambda: torch.randint(1, 4, (256,)) / 7,
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shares", SHARES)
+def test_the_largest_shares_are_taken(shares, device):
+    """As many as are wanted, or all candidates; of equal shares the first."""
+    torch.manual_seed(0)
+    values = SHARES[shares]()
+    for num_candidates in (256, 200, 7, 0):
+        is_candidate = torch.zeros(256, dtype=torch.int32)
+        is_candidate[torch.randperm(256)[:num_candidates]] = 1
+        for count in (1, 7, 55, 199):
+            taken = torch.empty(256, dtype=torch.int32, device=device)
+            _take_kernel[(1,)](values.to(device), is_candidate.to(device), taken, count, N=256)
+            order = torch.where(is_candidate > 0, values, -1.0).argsort(descending=True, stable=True)
+            want = order[: min(count, num_candidates)].sort().values
+            assert torch.equal(taken.cpu().nonzero().flatten(), want), (num_candidates, count)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_outvoted_head_attends_to_what_was_chosen(device):
     """One head has all its mass, 200 nats above the rest, in a slice that three others leave out: no 0 / 0."""
@@ -245,6 +284,8 @@ def test_launches_that_overlap():
 @pytest.mark.gpu
 def test_addresses_and_places_beyond_two_gigabytes():
     """Pages in the last of 5 GB, pools and lists at slots whose first number is past 2^31."""
+    if torch.cuda.get_device_properties(0).total_memory < 40e9:
+        pytest.skip("needs 25 GB")
     torch.manual_seed(6)
     batch = make_batch([700, 400], 4, 128, torch.float16, "cuda", page_size=512)
     far = torch.empty((5 << 30) // batch.pool[0].nbytes, *batch.pool.shape[1:], dtype=torch.float16, device="cuda")
