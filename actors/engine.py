@@ -50,7 +50,8 @@ class Engine:
     `generate`, `abort`, `stats` and `health` may be used from any event loop, and from several.
 
     Attributes:
-        starts: what each stage computes with; empty before the warm-up.
+        starts:    what each stage computes with; empty before the warm-up.
+        warm_up_s: how long the whole warm-up took.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Engine:
         self.config = config
         self.name = name
         self.starts: tuple[StageStart, ...] = ()
+        self.warm_up_s = 0.0
         self.spec = checkpoint.spec
         self.tokenizer = checkpoint.tokenizer()
         self.eos_token_ids = checkpoint.eos_token_ids
@@ -145,6 +147,7 @@ class Engine:
             QSAError: it cannot be done; the engine is closed.
         """
         report, limit_s = on_progress or (lambda _: None), self.config.pipeline.start_timeout_s
+        began = time.monotonic()
         try:
             self.starts, total = warm_stages(self._actors.stages, report, AFTER_STAGES, limit_s)
             report(WarmUpProgress(total - 2, total, "a first step through all stages"))
@@ -161,8 +164,13 @@ class Engine:
         except BaseException:
             self.close()
             raise
-        for start in self.starts:
-            logger.info("%s", start)
+        self.warm_up_s = time.monotonic() - began
+        for line in self.start_lines():
+            logger.info("%s", line)
+
+    def start_lines(self) -> list[str]:
+        """What computes here, for a log: a line a stage, and how long the warm-up took."""
+        return [*map(str, self.starts), f"warm-up of the whole engine: {self.warm_up_s:.1f} s"]
 
     @property
     def first_tokens(self) -> int:

@@ -91,14 +91,14 @@ class EngineReplica:
         finally:
             api.state.api.close()
         state.finish()
-        for start in engine.starts:
-            logger.info("%s", start)
+        for line in engine.start_lines():
+            logger.info("%s", line)
 
     async def start_state(self) -> dict[str, Any]:
         """How far the start is, for whoever started the server: see `run.Start`."""
         state = self._state
-        starts = [] if state.reason is not None else [str(start) for start in self._engine.starts]
-        return {"reason": state.reason, "failed": state.failed, "numbers": state.numbers, "stages": starts}
+        lines = [] if state.reason is not None else self._engine.start_lines()
+        return {"reason": state.reason, "failed": state.failed, "numbers": state.numbers, "lines": lines}
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app

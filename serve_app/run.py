@@ -81,13 +81,13 @@ class Start:
         reason:  why it does not answer yet; None when it does.
         failed:  why it never will.
         numbers: steps of the warm-up done, and in all.
-        stages:  what each stage computes with, in a line, once it is warm.
+        lines:   what computes, once it is warm.
     """
 
     reason: str | None
     failed: str | None
     numbers: tuple[int, int]
-    stages: tuple[str, ...]
+    lines: tuple[str, ...]
 
 
 def check_model(config: EngineConfig) -> None:
@@ -127,7 +127,7 @@ def start_serving(config: EngineConfig, on_progress: Callable[[Start], None] | N
             state = handle.start_state.remote().result(timeout_s=START_TIMEOUT_S)
         except TimeoutError:  # a machine that is short of CPU
             continue
-        start = Start(state["reason"], state["failed"], tuple(state["numbers"]), tuple(state["stages"]))
+        start = Start(state["reason"], state["failed"], tuple(state["numbers"]), tuple(state["lines"]))
         if start.failed is not None:
             raise EngineDeadError(start.failed)
         if on_progress is not None:

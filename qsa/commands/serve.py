@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
     def on_ready(start: Start) -> None:
         bar.stop()
-        for line in start.stages:
+        for line in start.lines:
             say(line)
         # Ray has put a handler of its own before ours, which prints a stack when the server is asked to stop
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
