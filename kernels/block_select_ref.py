@@ -1,4 +1,4 @@
-"""Reference of block_select: one list at a time, in the dtype it is given."""
+"""References of block_select and of its form for prefill tiles: one list at a time, in the dtype they are given."""
 
 from __future__ import annotations
 
@@ -33,3 +33,32 @@ def block_select_ref(
             chosen = indices[share.argsort(descending=True)[:num_selected]].sort().values
             out[one, place, : len(chosen)] = chosen
     return out
+
+
+def select_tiles_ref(
+    scores: torch.Tensor,
+    weights: torch.Tensor,
+    window_slices: torch.Tensor,
+    num_selected: int,
+    *,
+    num_kv_heads: int,
+    per_layer: bool = False,
+) -> torch.Tensor:
+    """Selected slices of every prefill tile, rising, padded with -1.
+
+    Args:
+        scores:        [num_tiles, samples, num_q_heads, num_slices], in nats
+        weights:       [num_tiles, samples], how much a sampled query counts
+        window_slices: [num_tiles], candidates of a tile are slices 1 .. that - 1.
+
+    Returns:
+        int64 [num_tiles, num_kv_heads or 1, num_selected]
+    """
+    out = []
+    for tile, end in enumerate(window_slices.tolist()):
+        share = torch.softmax(scores[tile, :, :, 1:end], -1) * weights[tile, :, None, None]
+        share = torch.where(weights[tile, :, None, None] > 0, share, 0.0).sum(0)
+        share = share.view(1 if per_layer else num_kv_heads, -1, max(0, end - 1)).sum(1)
+        best = share.argsort(dim=1, descending=True, stable=True)[:, :num_selected].sort(1).values + 1
+        out.append(torch.nn.functional.pad(best, (0, num_selected - best.shape[1]), value=-1))
+    return torch.stack(out)

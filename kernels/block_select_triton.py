@@ -24,6 +24,7 @@ TUNE_TILES = [
     dict(num_warps=warps, block_r=rows, num_stages=stages)
     for warps, rows, stages in ((8, 2, 2), (16, 2, 2), (8, 1, 3), (16, 4, 2), (8, 2, 1), (16, 2, 1), (16, 4, 1))
 ]
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 MIN_SLICES = 1024  # held at least, so that few sizes are compiled
 MAX_SLICES = 1 << 14  # that registers hold
 
@@ -60,8 +61,8 @@ def _add_shares(
                 if POOL == "lse":
                     top = tl.maximum(scores, -3.0e38)
                     scores = top + tl.log(tl.sum(tl.exp(grouped - top[:, :, None]), 2))
-        top = tl.maximum(tl.max(scores, 1), -3.0e38)  # finite where there is nothing to choose from
-        parts = tl.exp(scores - top[:, None])
+        top = tl.maximum(tl.max(scores, 1), -1.0e38)  # finite where there is nothing to choose from
+        parts = tl.exp2((scores - top[:, None]) * LOG2_E)
         total = tl.sum(parts, 1)
         factor = 1.0 / tl.where(total > 0, total, 1.0)
         if NUM_SAMPLES > 1:
@@ -70,6 +71,25 @@ def _add_shares(
             parts = tl.where((weight != 0)[:, None], parts, 0.0)
         share += tl.sum(parts * factor[:, None], 0)
     return share
+
+
+@triton.jit
+def _running_sum(x, BLOCK_N: tl.constexpr):
+    """tl.cumsum of int32 [BLOCK_N], by threads, warps and the whole in turn: several times fewer steps."""
+    if BLOCK_N < 512:
+        return tl.cumsum(x, 0)
+    even, odd = tl.split(tl.reshape(x, [BLOCK_N // 4, 2, 2]))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    x1 += x0
+    x2 += x1
+    x3 += x2
+    rows = tl.reshape(x3, [BLOCK_N // 128, 32])
+    totals = tl.sum(rows, 1)
+    before = tl.cumsum(totals, 0) - totals
+    before = tl.reshape(tl.cumsum(rows, 1) - rows + before[:, None], [BLOCK_N // 4])
+    both = tl.join(tl.join(before + x0, before + x2), tl.join(before + x1, before + x3))
+    return tl.reshape(both, [BLOCK_N])
 
 
 @triton.jit
@@ -104,7 +124,8 @@ def _take(share, is_candidate, num_selected, BLOCK_N: tl.constexpr, GROUPS: tl.c
     above = bits >= tl.where(is_exact, low, high)
     room = tl.where(is_exact, 0, num_selected - high_count)  # for shares that equal `low`
     equal = (bits == low) & (room > 0)
-    counts = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)  # two counts in one; BLOCK_N is at most 2^14
+    both = above.to(tl.int32) + (equal.to(tl.int32) << 16)  # two counts in one: BLOCK_N is at most 2^14
+    counts = _running_sum(both, BLOCK_N)
     num_equal = counts >> 16
     places = (counts & 0xFFFF) + tl.minimum(num_equal, room)
     return above | (equal & (num_equal <= room)), places, tl.minimum(num_candidates, num_selected), bits

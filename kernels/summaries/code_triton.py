@@ -31,6 +31,7 @@ from qsa.kernels.summaries.scan_triton import (
     TritonSummary,
     check_scan,
     due_tiles,
+    empty_scores,
     share_of_program,
     value_at,
 )
@@ -151,7 +152,7 @@ def scan_codes(
         block_s //= 2
     num_warps = min(launch["num_warps"], block_s)
     block_h = min(64, max(16, triton.next_power_of_2(num_q_heads)))
-    out = torch.empty(batch, num_q_heads, max_slices, dtype=torch.float32, device=numbers.device)
+    out = empty_scores(batch, num_q_heads, max_slices, numbers.device)
     grid = (num_multiprocessors(numbers.device) * launch["programs"], triton.cdiv(num_q_heads, block_h))
     _scan_codes_kernel[grid](
         numbers, scales, summary_table, seq_lens, due, out, batch, window_size, sink_size, sm_scale,

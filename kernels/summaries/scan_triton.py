@@ -221,6 +221,6 @@ def check_update(
 
 
 def empty_scores(num_rows: int, num_q_heads: int, num_slices: int, device: torch.device) -> torch.Tensor:
-    """Room for the result of scan_rows: rows begin at multiples of 64 numbers, whatever num_slices is."""
+    """Room for the result of a scan: rows begin at multiples of 64 numbers, whatever num_slices is."""
     wide = torch.empty(num_rows, num_q_heads, -(-num_slices // 64) * 64, dtype=torch.float32, device=device)
     return wide[:, :, :num_slices]

@@ -326,7 +326,7 @@ class SketchSummary(KeySummary):
         block_b = check_scan(summary_table, seq_lens, due, batch)
         group = num_q_heads // self.num_kv_heads
         block_m = max(16, triton.next_power_of_2(group))
-        out = torch.empty(batch, num_q_heads, max_slices, dtype=torch.float32, device=q.device)
+        out = empty_scores(batch, num_q_heads, max_slices, q.device)
         _scan_sketch_kernel[(num_multiprocessors(q.device) * programs,)](
             q, summary_table, seq_lens, due, out, batch, window_size, sink_size, sm_scale, *q.stride()[:2],
             summary_table.stride(0), *out.stride()[:2], GROUP=group, BLOCK_M=block_m, KEPT_M=8 if group <= 8 else block_m,

@@ -198,7 +198,7 @@ class VectorSummary(KeySummary):
         batch, num_q_heads, _ = q.shape
         check_tensor("q", q, (batch, num_q_heads, self.head_dim), FLOATS, seq_lens.device)
         block_b = check_scan(summary_table, seq_lens, due, batch)
-        out = torch.empty(batch, num_q_heads, max_slices, dtype=torch.float32, device=q.device)
+        out = empty_scores(batch, num_q_heads, max_slices, q.device)
         group, block_s = num_q_heads // self.num_kv_heads, min(block_s, self.chunk_slices)
         _scan_vectors_kernel[(num_multiprocessors(q.device) * programs,)](
             q, summary_table, seq_lens, due, out, batch, window_size, sm_scale, *q.stride()[:2], summary_table.stride(0),

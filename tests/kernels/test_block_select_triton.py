@@ -7,7 +7,7 @@ import torch
 from paged_batch import DEVICES
 
 pytest.importorskip("triton")
-from qsa.kernels.block_select_ref import block_select_ref
+from qsa.kernels.block_select_ref import block_select_ref, select_tiles_ref
 from qsa.kernels.block_select_triton import MAX_SLICES, MIN_SLICES, select_decode, select_tiles
 from qsa.kernels.summaries.base import group_blocks
 from qsa.kernels.summaries.scan_triton import empty_scores
@@ -170,17 +170,16 @@ def test_blocks_of_decode(block_pool, per_layer, device):
         assert torch.equal(pools[row].long(), want[0])
 
 
-def tiles_ref(scores, weights, window_slices, num_selected, num_kv_heads, per_layer, **options):
-    """block_select_ref for one tile: queries that count, slices 1 .. window - 1, other slices at -inf."""
-    wanted = scores[weights > 0, :, :window_slices].double()
-    grouped = wanted.view(len(wanted), num_kv_heads, -1, window_slices).transpose(0, 1).flatten(1, 2).unsqueeze(0).clone()
+def blocks_ref(scores, weights, end, num_selected, num_kv_heads, per_layer, **options):
+    """block_select_ref for one tile: queries that count, slices 1 .. end - 1, other slices at -inf."""
+    wanted = scores[weights > 0, :, :end]
+    grouped = wanted.view(len(wanted), num_kv_heads, -1, end).transpose(0, 1).flatten(1, 2).unsqueeze(0).clone()
     grouped[..., 0] = -torch.inf
-    allowed = torch.ones(1, 1, window_slices, dtype=torch.bool)
+    allowed = torch.ones(1, 1, end, dtype=torch.bool)
     allowed[..., 0] = False
-    if options:
-        pooled = group_blocks(grouped, options["slices_per_block"]).amax(-1)
-        options = dict(block_scores=pooled, **options)
-    return block_select_ref(grouped, num_selected, per_layer=per_layer, candidates=allowed, **options)[0]
+    pooled = group_blocks(grouped, options["slices_per_block"]).amax(-1)
+    rest = dict(per_layer=per_layer, candidates=allowed, block_scores=pooled, **options)
+    return block_select_ref(grouped, num_selected, **rest)[0]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -201,23 +200,26 @@ def test_tiles(num_q_heads, num_kv_heads, per_layer, samples, options, device):
     sizes = dict(num_kv_heads=num_kv_heads, per_layer=per_layer, **options)
     got = select_tiles(scores, weights.to(device), window_slices.to(device), num_selected, **sizes).cpu()
     assert got.shape == (num_tiles, 1 if per_layer else num_kv_heads, num_selected) and got.dtype == torch.int32
-    for tile, count in enumerate(window_slices.tolist()):
-        want = tiles_ref(scores[tile].cpu(), weights[tile], count, num_selected, num_kv_heads, per_layer, **options)
-        assert torch.equal(got[tile].long(), want)
+    wide = scores.cpu().double()
+    if options:
+        ends = window_slices.tolist()
+        parts = [(wide[tile], weights[tile], ends[tile], num_selected, num_kv_heads, per_layer) for tile in range(num_tiles)]
+        want = torch.stack([blocks_ref(*part, **options) for part in parts])
+    else:
+        want = select_tiles_ref(wide, weights, window_slices, num_selected, num_kv_heads=num_kv_heads, per_layer=per_layer)
+    assert torch.equal(got.long(), want)
     assert (got[0] > 0).all() and (got[3] == -1).sum() == 5 * got.shape[1] and not (got == 0).any()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_long_tiles(device):
-    """Shares are normalised query by query, and weighted: one that looks far outweighs many that do not only as far as it may."""
+    """Shares are normalised query by query before they are weighted and added."""
     torch.manual_seed(0)
     scores = 4 * torch.randn(2, 2, 7, 4000)
     weights = torch.tensor([[1.0, 1.0], [0.5, 2.0]])
     window_slices = torch.tensor([4000, 1500], dtype=torch.int32)
     got = select_tiles(scores.to(device), weights.to(device), window_slices.to(device), 128, num_kv_heads=1).cpu()
-    for tile, count in enumerate(window_slices.tolist()):
-        share = torch.softmax(scores[tile, :, :, 1:count].double(), -1) * weights[tile].view(2, 1, 1)
-        assert got[tile, 0].tolist() == (share.sum((0, 1)).topk(128).indices + 1).sort().values.tolist()
+    assert torch.equal(got.long(), select_tiles_ref(scores.double(), weights, window_slices, 128, num_kv_heads=1))
 
 
 def test_refused():
