@@ -29,6 +29,7 @@ from benchmarks.quality_configs import (
     GEOMETRIES,
     SINKLESS,
     THIRD,
+    TWO,
     WINDOW,
     curve,
     scans_share,
@@ -46,7 +47,6 @@ FULL = {"4k": 4096, "8k": 8192}
 DONE = ROOT / ".cache" / "quality"  # rows of finished tasks
 ROOM = 128  # tokens of a probe at most; a context of 8K is that much shorter, since the model ends there
 CONTINUED = ("rcu", "handbook", "alice29", "asyoulik", "lcet10")
-TWO = ("rcu", "alice29")  # the two texts of the small geometry's bar
 COPIED = ("rcu", "handbook", "alice29")
 PREFILLED = ("rcu", "alice29", "lcet10")
 KEYS = (8, 12, 16)

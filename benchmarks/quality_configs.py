@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.quality_stage import NO_SINK
+from qsa.config import PRESETS, SparseSettings
 from qsa.kernels.registry import SparseConfig
 
 # default: what a request gets. small: an 8K text has so many of its slices that the first stage is at work as at 256K.
@@ -18,6 +19,13 @@ ARTICLE = "mean, blocks, no rerank"  # the article's selection
 WINDOW = "window and sink"
 SINKLESS = f"code{NO_SINK}"
 CONTROLS = (ARTICLE, WINDOW, SINKLESS)  # each must fail
+NO_PRESET = "quality"  # the preset that is the default
+PREFILLS = (  # queries a tile, of them those that choose its list, its slices as a multiple of a decode list's
+    *((64, 16, 2), (64, 4, 2), (64, 1, 2), (64, 16, 1)),
+    *((128, 32, 2), (128, 8, 2), (128, 4, 2), (128, 2, 2), (128, 1, 2)),
+    *((128, 8, 4), (128, 2, 4), (128, 1, 4), (128, 8, 1), (128, 2, 1)),
+)
+TWO = ("rcu", "alice29")  # the texts of the small geometry's bar
 BUDGETS = (4, 8, 16, 32, 48)  # slices of 64 tokens for the curve of accuracy over attended tokens
 
 
@@ -63,3 +71,51 @@ def curve() -> dict[str, SparseConfig]:
 def scans_share(config: SparseConfig, num_layers: int) -> float:
     """Scans a decode step and layer, on average."""
     return sum(1 / config.scan_interval(layer) for layer in range(num_layers)) / num_layers
+
+
+def presets(geometry: str, scan_every: tuple[int, ...]) -> dict[str, SparseConfig]:
+    """The presets in one geometry, by name."""
+    sizes = ("window_size", "block_size_fine", "sink_size", "top_k_fine")
+    own = {name: getattr(GEOMETRIES[geometry], name) for name in sizes}
+    return {name: SparseSettings(preset=name, **own).resolve(True, scan_every) for name in PRESETS if name != NO_PRESET}
+
+
+def pareto(scan_every: tuple[int, ...]) -> dict[str, SparseConfig]:
+    """Choices of all costs in the small geometry, where the first stage is at work as at 256K.
+
+    A name says how many lists' worth of slices are proposed: to layers that scan at every step / to the others; 1 is not
+    reranked. Behind it how often they scan.
+    """
+    base, found = GEOMETRIES["small"], {}
+
+    def add(often: int, rare: int, every: int = 1, others: int = 16, times: int = 1) -> None:
+        intervals = tuple(every if interval == min(scan_every) else others for interval in scan_every)
+        factors = tuple(often if interval == min(scan_every) else rare for interval in scan_every)
+        name = f"{often}/{rare}" if often != rare else f"{often}"
+        name += f" in a list {times} times as long" if times > 1 else ""
+        name += f", scan {every}/{others}" if (every, others) != (1, 16) else ""
+        found[name] = replace(base, reselect_every=intervals, candidate_factor=factors, top_k_fine=times * base.top_k_fine)
+
+    for factor in (1, 2, 3, 4):
+        add(factor, factor)
+    for often, rare in ((2, 1), (3, 1), (4, 1), (3, 2), (4, 2), (6, 2)):
+        add(often, rare)
+    for factor in (1, 2, 4):
+        add(factor, factor, every=2)
+    add(4, 2, every=2)
+    add(4, 2, others=8)
+    add(4, 2, others=32)
+    add(4, 4, others=1)
+    add(1, 1, times=2)
+    add(1, 1, times=2, every=2)
+    return found
+
+
+def prefills(scan_every: tuple[int, ...]) -> dict[str, SparseConfig]:
+    """Ways to choose a prefill tile's list: the tile, the queries of it that are asked, the list as a multiple."""
+    base = replace(GEOMETRIES["default"], reselect_every=scan_every)
+    found = {}
+    for tile, samples, factor in PREFILLS:
+        name = f"tile {tile}, {samples} samples, {factor} lists"
+        found[name] = replace(base, prefill_tile=tile, prefill_samples=samples, prefill_factor=factor)
+    return found

@@ -17,6 +17,7 @@ from qsa.kernels.dense_attention import gather_tokens
 from qsa.kernels.registry import DENSE_ID, SparseConfig
 from qsa.kernels.summaries.make import summary_slice_bytes
 from qsa.memory.layout import SummaryLayout, sequence_chunks
+from qsa.model.attention import StageAttention
 from qsa.model.batch import Segment
 from qsa.model.build import build_stage, kv_layout, resolve_dtype
 from qsa.model.checkpoint.load import Checkpoint
@@ -104,6 +105,7 @@ class QualityStage:
             sparse=sparse,
             calibration_path=calibration,
         )
+        assert isinstance(self.model.attention, StageAttention)  # built for the CPU
         self.attention = self.model.attention
 
     def prefill(self, token_ids: Sequence[int], name: str = DENSE, slot: int = SOURCE, chunk: int = CHUNK) -> None:

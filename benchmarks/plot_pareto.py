@@ -1,0 +1,144 @@
+"""Quality against time: what every way to choose slices costs a layer and decode step, and how far it is from dense attention.
+
+Quality: KL at 8K in the scaled-down geometry (rows `pareto` of quality.csv). Time: a model of one layer at the 7B shape,
+8 sequences of 256K tokens and 4096 attended, from the parts in PARTS.
+
+    python -m benchmarks.plot_pareto      # draws benchmarks/figures/pareto.png and prints the table for the docs
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plot_quality import FIGURES
+from benchmarks.quality_configs import GEOMETRIES, TWO, pareto
+from benchmarks.quality_stage import DENSE
+from benchmarks.timing import RESULTS, ROOT
+from qsa.kernels.registry import SparseConfig
+from qsa.kernels.summaries.code import load_calibration
+
+# microseconds of a layer at 8 x 256K, 28 query and 4 KV heads of 128, codes of 64 bytes a token
+PARTS = {
+    "scan": 46.0,  # all codes of a layer, and the choice of the pool
+    "score": 0.15,  # exact keys of one slice of the pool
+    "values": 12.0,  # choice of the list, V of 4096 tokens
+    "attend": 23.0,  # K and V of a list of 4096 tokens that is not reranked
+    "attend_more": 17.0,  # the same for every further 4096 tokens
+}
+LIST = 55  # slices of 64 of a list: with window and sink 4096 tokens
+BAR = 0.025  # KL that the scaled-down geometry may have
+PRESET_OF = {"4": "quality", "4/2": "balanced", "3/1": "fast"}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One way to choose: microseconds a layer and step, KL and agreement as means over the texts, the worst perplexity."""
+
+    name: str
+    micros: float
+    scans: float
+    kl: float
+    agreement: float
+    perplexity: float
+
+
+def micros(config: SparseConfig, num_layers: int) -> float:
+    """Time of a decode step's attention at the 7B shape, mean over the layers."""
+    list_size = GEOMETRIES["small"].top_k_fine
+    total = 0.0
+    for layer in range(num_layers):
+        total += PARTS["scan"] / config.scan_interval(layer)
+        times, pool = config.top_k_fine / list_size, config.pool_size(layer) / list_size * LIST
+        if config.pool_size(layer) == config.top_k_fine:
+            total += PARTS["attend"] + PARTS["attend_more"] * (times - 1)
+        else:
+            total += PARTS["score"] * pool + PARTS["values"] * times
+    return total / num_layers
+
+
+def points(rows: Sequence[dict[str, Any]], scan_every: tuple[int, ...]) -> list[Point]:
+    """Every measured way, cheapest first."""
+    num_layers, configs = len(scan_every), pareto(scan_every)
+    by = {(row["config"], row["text"]): row for row in rows}
+    found = []
+    for name, config in configs.items():
+        picked = [by[name, text] for text in TWO if (name, text) in by]
+        if len(picked) < len(TWO):
+            continue
+        ratio = max(float(row["perplexity"]) / float(by[DENSE, row["text"]]["perplexity"]) for row in picked)
+        scans = sum(1 / config.scan_interval(layer) for layer in range(num_layers)) / num_layers
+        kl, agreement = (sum(float(row[column]) for row in picked) / len(picked) for column in ("kl", "agreement"))
+        found.append(Point(name, micros(config, num_layers), scans, kl, agreement, ratio))
+    return sorted(found, key=lambda point: point.micros)
+
+
+def front(found: Sequence[Point]) -> list[Point]:
+    """Points that no cheaper one equals, cheapest first."""
+    best: list[Point] = []
+    for point in found:
+        if not best or point.kl < best[-1].kl:
+            best.append(point)
+    return best
+
+
+def read_points(path: Path = RESULTS / "quality.csv") -> list[Point]:
+    with path.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["geometry"] == "pareto"]
+    (calibration,) = (ROOT / "model" / "data").glob("*.code.safetensors")
+    return points(rows, load_calibration(calibration, 0, 1).scan_every or ())
+
+
+def plot_pareto(path: Path = FIGURES / "pareto.png") -> Path:
+    """KL over microseconds, the front as a line, presets marked."""
+    import matplotlib  # noqa: PLC0415  only this figure needs it
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415  after the backend is chosen
+
+    found = read_points()
+    best = front(found)
+    figure, axes = plt.subplots(figsize=(8.4, 5.0), layout="constrained")
+    axes.plot([p.micros for p in best], [p.kl for p in best], color="#0b5fa5", linewidth=1.5, zorder=1, label="front")
+    for point in found:
+        preset = PRESET_OF.get(point.name)
+        colour = "#c0392b" if preset else "#0b5fa5" if point in best else "#9a9a9a"
+        axes.scatter([point.micros], [point.kl], s=58 if preset else 24, color=colour, zorder=3 if preset else 2)
+        label = f"{point.name}  ({preset})" if preset else point.name
+        axes.annotate(label, (point.micros, point.kl), (5, 4), textcoords="offset points", fontsize=7.5, color=colour)
+    axes.axhline(BAR, color="black", linestyle="--", linewidth=1, label=f"bar: {BAR}")
+    axes.set_yscale("log")
+    ticks = [0.02, 0.025, 0.03, 0.04, 0.06, 0.08]
+    axes.set_yticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("microseconds a layer and step, 8 x 256K, 4096 tokens attended (7B shape, from its parts)")
+    axes.set_ylabel("KL to dense attention, nats a token")
+    axes.set_title("Pool of layers that scan every step / of the others, in lists; 1 is attended as it is", fontsize=10)
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
+def table(found: Sequence[Point]) -> str:
+    """The table of the docs."""
+    best = front(found)
+    lines = ["| proposed | scans a step | us a layer | KL | agreement | perplexity |", "| --- | --- | --- | --- | --- | --- |"]
+    for point in found:
+        name = f"**{point.name}**" if point in best else point.name
+        name += f" (`{PRESET_OF[point.name]}`)" if point.name in PRESET_OF else ""
+        numbers = (
+            f"{point.scans:.2f} | {point.micros:.0f} | {point.kl:.4f} | {point.agreement:.3f} | {point.perplexity - 1:+.1%}"
+        )
+        lines.append(f"| {name} | {numbers.replace('%', ' %')} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print("written:", plot_pareto())
+    print(table(read_points()))
