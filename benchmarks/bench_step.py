@@ -43,7 +43,7 @@ LAYER_BARS = {"balanced_4096": "<= 75", "fast_4096": "<= 45"}
 RATIO_BARS = {"balanced_4096": ">= 5.5", "fast_4096": ">= 6.5"}
 
 
-BALANCED_POOL = 4  # slices of a pool for one that is attended
+PRESETS = {"balanced": (4, 2), "fast": (3, 1)}  # as in qsa/config.py: slices of a pool for one that is attended, by layer
 
 
 def configurations() -> dict[str, SparseConfig]:
@@ -51,8 +51,10 @@ def configurations() -> dict[str, SparseConfig]:
     found = {"dense": SparseConfig(dense=True)}
     for tokens in (4096, 8192):
         count = far_slices(tokens)
-        found[f"balanced_{tokens}"] = replace(base, top_k_fine=count, candidate_factor=BALANCED_POOL)
-        found[f"fast_{tokens}"] = replace(base, top_k_fine=count, candidate_factor=1, rerank="none")
+        for name, (often, rare) in PRESETS.items():
+            factors = tuple(often if every == 1 else rare for every in SCANS)
+            found[f"{name}_{tokens}"] = replace(base, top_k_fine=count, candidate_factor=factors)
+        found[f"no_rerank_{tokens}"] = replace(base, top_k_fine=count, candidate_factor=1, rerank="none")
     return found
 
 
