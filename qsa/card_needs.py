@@ -22,7 +22,8 @@ def card_weight_bytes(checkpoint: Checkpoint, config: EngineConfig, first: int, 
     spec = checkpoint.spec
     element_bytes = resolve_dtype(config.model.dtype).itemsize
     tables = _num_tables(spec, first == 0, last == spec.num_layers) * spec.vocab_size * spec.hidden_size
-    if checkpoint.is_quantized and config.model.quantization != "none":
+    is_gguf = checkpoint.path.is_file()  # whose kinds are counted as if they were dequantised
+    if checkpoint.is_quantized and config.model.quantization != "none" and not is_gguf:
         return checkpoint.stage_weight_bytes(first, last) + element_bytes * tables  # tables may be dequantised
     plain = checkpoint.stage_weight_bytes(first, last, bytes_per_weight=element_bytes)
     each = QUANTIZED_BYTES.get(config.model.quantization)
