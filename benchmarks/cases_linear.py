@@ -71,7 +71,9 @@ def decode_case(kind: str, name: str, make: Callable[..., Any], bytes_per_weight
 
     tune = {"bfloat16": skinny_linear_triton.TUNE, "int4": quant_linear_triton.TUNE_NIBBLES}
     size = out_features * in_features * bytes_per_weight
-    return Case(f"linear_{kind}_{name}", call, check, tune=({}, *tune.get(kind, quant_linear_triton.TUNE_BYTES)), bytes=size, sets=sets)
+    return Case(
+        f"linear_{kind}_{name}", call, check, tune=({}, *tune.get(kind, quant_linear_triton.TUNE_BYTES)), bytes=size, sets=sets
+    )
 
 
 def cases() -> Iterator[Case]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qsa.errors import CheckpointError, QSAError, UnsupportedModelError
+from qsa.model.quantization import QuantScheme
 from qsa.model.rope import RopeSpec
 
 HF_ARCHITECTURES = {
@@ -104,11 +105,7 @@ class ModelSpec:
                 f" supported: {', '.join(HF_ARCHITECTURES)}"
             )
         architecture = HF_ARCHITECTURES[listed[0]]
-        if quantization := config.get("quantization_config"):
-            method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
-            raise UnsupportedModelError(
-                f"quantization method {method!r} is not supported; use unquantised safetensors or a GGUF file"
-            )
+        QuantScheme.from_config(config)  # refuses what cannot run before anything is read
         if config.get("hidden_act", "silu") not in ("silu", "swish"):
             raise UnsupportedModelError(f"hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
 

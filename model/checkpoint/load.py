@@ -12,8 +12,10 @@ import torch
 from qsa.errors import CheckpointError, QSAError, UnsupportedModelError
 from qsa.model.checkpoint import gguf as gguf_files
 from qsa.model.checkpoint import safetensors as safetensors_files
+from qsa.model.checkpoint.packed import RAW_KINDS, join_parts
 from qsa.model.checkpoint.quantized import QuantizedTensor
 from qsa.model.checkpoint.tensors import StoredTensor, WeightFiles, check_tensors, load_tensor, stage_tensors
+from qsa.model.quantization import QuantScheme
 from qsa.model.spec import ModelSpec
 from qsa.model.tokenizer import Tokenizer
 
@@ -193,7 +195,12 @@ def _open_folder(folder: Path, name: str) -> Checkpoint:
     is_id = not Path(name).expanduser().exists()
     config = safetensors_files.read_json(folder / "config.json")
     spec = ModelSpec.from_hf(config, name=name if is_id else folder.resolve().name)
-    stored = safetensors_files.read_folder(folder)
+    scheme = QuantScheme.from_config(config)
+    if scheme is None:
+        stored = safetensors_files.read_folder(folder)
+    else:
+        shapes = stage_tensors(spec, 0, spec.num_layers, embedding=True, head=True)
+        stored = join_parts(scheme, safetensors_files.read_folder(folder, tuple(RAW_KINDS)), shapes)
     found, extra = safetensors_files.canonical_tensors(spec, stored)
     check_tensors(spec, found, extra, folder)
     return Checkpoint(spec, folder, found, None)

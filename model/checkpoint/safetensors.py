@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from qsa.errors import CheckpointError, UnsupportedModelError
 from qsa.model.checkpoint.tensors import FLOAT_KINDS, StoredTensor
 from qsa.model.spec import ModelSpec
 
-_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
 _MAX_HEADER = 100_000_000  # the format's own limit, in bytes
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -34,12 +35,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path, kinds: Collection[str] = tuple(FLOAT_KINDS)) -> dict[str, StoredTensor]:
     """Tensors of one file by their name there.
+
+    kinds: types that are read: floats of 16 or 32 bits, and in quantised models others too.
 
     Raises:
         CheckpointError: the file is missing, damaged or truncated.
-        UnsupportedModelError: a tensor of a type that is not a float of 16 or 32 bits.
+        UnsupportedModelError: a tensor of another type.
     """
     try:
         size = path.stat().st_size
@@ -62,19 +65,19 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for name, entry in header.items():
         if name != "__metadata__":
-            tensors[name] = _stored(path, name, entry, 8 + length, size)
+            tensors[name] = _stored(path, name, entry, 8 + length, size, kinds)
     return tensors
 
 
-def _stored(path: Path, name: str, entry: dict[str, Any], start: int, size: int) -> StoredTensor:
+def _stored(path: Path, name: str, entry: dict[str, Any], start: int, size: int, kinds: Collection[str]) -> StoredTensor:
     try:
         kind, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
         begin, end = (int(n) for n in entry["data_offsets"])
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(f"{path}: tensor {name} has a damaged header entry") from None
-    if kind not in FLOAT_KINDS:
+    if kind not in kinds:
         raise UnsupportedModelError(
-            f"{path}: tensor {name} has type {kind}, which is not supported; supported: {', '.join(FLOAT_KINDS)}"
+            f"{path}: tensor {name} has type {kind}, which is not supported; supported: {', '.join(kinds)}"
         )
     stored = StoredTensor(name, path, kind, shape, start + begin, end - begin)
     if begin < 0 or stored.nbytes != stored.num_elements * _BYTES[kind]:
@@ -86,8 +89,8 @@ def _stored(path: Path, name: str, entry: dict[str, Any], start: int, size: int)
     return stored
 
 
-def read_folder(folder: Path) -> dict[str, StoredTensor]:
-    """Tensors of all safetensors files of a model folder, by their name there.
+def read_folder(folder: Path, kinds: Collection[str] = tuple(FLOAT_KINDS)) -> dict[str, StoredTensor]:
+    """Tensors of all safetensors files of a model folder, by their name there; kinds: as in `read_header`.
 
     Raises:
         CheckpointError: no file, a file or a tensor that the index lists is missing, or a tensor is there twice.
@@ -96,7 +99,7 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
     if not index_path.is_file():
         if not (folder / SINGLE).is_file():
             raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX} is there")
-        return read_header(folder / SINGLE)
+        return read_header(folder / SINGLE, kinds)
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_path}: has no weight_map")
@@ -108,7 +111,7 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
         if not path.is_file():
             names = [name for name, where in weight_map.items() if where == file_name]
             raise CheckpointError(f"{path}: missing, it should hold {names[0]} and {len(names) - 1} more tensors")
-        for name, tensor in read_header(path).items():
+        for name, tensor in read_header(path, kinds).items():
             if name in tensors:
                 raise CheckpointError(f"{path}: tensor {name} is also in {tensors[name].file}")
             tensors[name] = tensor

@@ -47,6 +47,17 @@ class StoredTensor:
             count *= size
         return count
 
+    def load(self, files: WeightFiles) -> torch.Tensor | QuantizedTensor:
+        """Read it; as `load_tensor`."""
+        data = files.read(self)
+        order = half_split_order(self.shape[0], self.permuted_heads) if self.permuted_heads else None
+        if self.kind in FLOAT_KINDS:
+            plain = data.view(FLOAT_KINDS[self.kind]).reshape(self.shape)
+            return plain if order is None else plain.index_select(0, order)
+        rows, columns = self.shape
+        quantized = QuantizedTensor(self.kind, (rows, columns), data.reshape(rows, -1))
+        return quantized if order is None else quantized.select_rows(order)
+
 
 class WeightFiles:
     """Open files of a checkpoint, read by range: nothing but the asked bytes enters memory.
@@ -85,14 +96,7 @@ class WeightFiles:
 
 def load_tensor(tensor: StoredTensor, files: WeightFiles) -> torch.Tensor | QuantizedTensor:
     """Read one tensor, with the rows of permuted heads back in half-split order."""
-    data = files.read(tensor)
-    order = half_split_order(tensor.shape[0], tensor.permuted_heads) if tensor.permuted_heads else None
-    if tensor.kind in FLOAT_KINDS:
-        plain = data.view(FLOAT_KINDS[tensor.kind]).reshape(tensor.shape)
-        return plain if order is None else plain.index_select(0, order)
-    rows, columns = tensor.shape
-    quantized = QuantizedTensor(tensor.kind, (rows, columns), data.reshape(rows, -1))
-    return quantized if order is None else quantized.select_rows(order)
+    return tensor.load(files)
 
 
 def half_split_order(rows: int, num_heads: int) -> torch.Tensor:
