@@ -31,7 +31,7 @@ TUNE = [dict(piece_tokens=tokens) for tokens in (32768, PIECE_TOKENS, 131072, 26
 Attention = tuple[torch.Tensor, torch.Tensor]  # out [1, num_q_heads, num_q, head_dim], lse [1, num_q_heads, num_q]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "last"])
 def _gather_kernel(
     page_table_ptr, kv_scale_ptr, out_ptr, first, last, stride_o_p, stride_o_h,
     STORED: tl.constexpr,
@@ -75,7 +75,7 @@ def gather_pages(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts", "num_tokens"])
 def _merge_kernel(
     outs_ptr, lses_ptr, merged_ptr, num_parts, num_tokens, stride_p, stride_h, stride_t,
     HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -145,7 +145,7 @@ def _attend_math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: fl
 # q [1, num_q_heads, num_q, head_dim], k and v [1, num_kv_heads, num_k, head_dim]
 WAYS: dict[str, Callable[..., Attention]] = {"cudnn": _attend_cudnn, "flash": _attend_flash, "math": _attend_math}
 PREFERRED = {"cuda": ("cudnn", "flash", "triton"), "cpu": ("math",)}
-_refused: set[str] = set()
+_refused: set[tuple[str, torch.dtype, int]] = set()  # way, type of K and V, head_dim
 
 
 def _prefill_gathered(
@@ -199,7 +199,10 @@ def dense_prefill(
     if q.stride(2) != 1:
         q = q.contiguous()
     page_table = page_table.contiguous()
-    for one in [one for one in PREFERRED[q.device.type] if one not in _refused] if way is None else [way]:
+    for one in PREFERRED[q.device.type] if way is None else (way,):
+        case = one, kv.dtype, head_dim
+        if way is None and case in _refused:
+            continue
         if one == "triton":
             break
         try:
@@ -210,7 +213,7 @@ def dense_prefill(
             if way is not None:
                 raise
             logger.warning("dense attention by %s is refused here, taking the next way: %s", one, error)
-            _refused.add(one)
+            _refused.add(case)
     return sparse_prefill(
         q, page_table, None, first=start // 128 * 128, start=start, end=end, tile_size=128, num_kv_heads=num_kv_heads,
         slice_size=min(64, kv.page_size), window_size=1, sm_scale=sm_scale, kv=kv, pool=pool,

@@ -22,11 +22,12 @@ from qsa.kernels.paged_kv import PagedKV
 CASES: dict[str, dict[str, Any]] = {
     "float16": {},
     "bfloat16": dict(dtype=torch.bfloat16),
-    "bfloat16, by addresses": dict(dtype=torch.bfloat16, pool=None),
+    "by descriptor": dict(dtype=torch.bfloat16, use_tma=True),
     "tiles of 64": dict(tile_size=64),
-    "tiles of 64, by addresses": dict(tile_size=64, pool=None),
+    "tiles of 64, one head": dict(tile_size=64, heads=1),
     "head_dim 80": dict(head_dim=80),
     "fp8": dict(kv_dtype=torch.float8_e4m3fn),
+    "fp8 by descriptor": dict(kv_dtype=torch.float8_e4m3fn, use_tma=True),
 }
 
 
@@ -44,7 +45,7 @@ def launch(
     sparse_prefill_triton.sparse_prefill(
         q, torch.zeros(512, dtype=torch.int64), lists, first=253952, start=253952, end=262144, tile_size=tile_size,
         num_kv_heads=4, slice_size=64, window_size=512, sm_scale=0.1, kv=kv,
-        **{"pool": torch.zeros(4, 1 << 20, dtype=torch.uint8), **how},
+        pool=torch.zeros(4, 1 << 20, dtype=torch.uint8), **how,
     )  # fmt: skip
 
 
@@ -54,6 +55,8 @@ def main() -> None:
     sparse_prefill_triton.capability = lambda device: divmod(capability, 10)  # type: ignore[attr-defined]
     needs = {}
     for name, case in CASES.items():
+        if capability < 90 and "use_tma" in case:
+            continue
         launch(**case)
         kernel = compiled.pop("_sparse_prefill_kernel")
         units = re.findall(r"wgmma\.mma_async|mma\.sync|cp\.async\.bulk\.tensor", kernel.asm["ptx"])

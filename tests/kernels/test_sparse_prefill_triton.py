@@ -15,7 +15,8 @@ from qsa.kernels.dense_attention_ref import dense_attention_ref
 from qsa.kernels.paged_kv import capability
 from qsa.kernels.sparse_prefill import tile_window_slice
 from qsa.kernels.sparse_prefill_ref import sparse_prefill_ref
-from qsa.kernels.sparse_prefill_triton import TUNE, list_addresses, sparse_prefill
+from qsa.kernels.sparse_prefill_triton import TUNE, sparse_prefill
+from qsa.kernels.tile_addresses_triton import list_addresses
 
 CASES = [  # num_q_heads, num_kv_heads, head_dim, start, end, tile_size, slice_size, window_size, list_size
     (7, 1, 128, 700, 900, 128, 64, 256, 3),  # group of 7, both ends cut a tile, steps of two slices leave one over
@@ -93,18 +94,27 @@ def test_matches_reference(case, per_layer, dtype, device, use_tma):
     assert_matches_oracle("out", got.cpu(), oracle, peer)
 
 
-@READ
+HOW = [
+    dict(heads=1),
+    dict(heads=2),
+    dict(heads=4),
+    dict(num_warps=8),
+    dict(slices_per_step=2, overlap=False),
+    dict(slices_per_step=2, overlap=True),
+    dict(use_tma=True, overlap=False),
+    dict(use_tma=True, overlap=True),
+]
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "how", [dict(heads=1), dict(heads=2), dict(heads=4), dict(slices_per_step=2), dict(num_warps=8)], ids=str
-)
-def test_how_it_is_launched_changes_nothing_but_rounding(how, device, use_tma):
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_how_it_is_launched_changes_nothing_but_rounding(how, device):
     torch.manual_seed(1)
     case = (7, 1, 64, 450, 600, 64, 64, 128, 4)
     batch = make_batch([600], 1, 64, torch.float16, device)
     q = torch.randn(150, 7, 64).half().to(device)
     lists = make_lists(case, False)
-    got = run(q, batch, lists, case, use_tma=use_tma, **how)
+    got = run(q, batch, lists, case, **how)
     oracle, peer = (expected(q, batch, lists, case, one) for one in (torch.float64, torch.float16))
     assert_matches_oracle("out", got.cpu(), oracle, peer)
 
