@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from qsa.config import EngineConfig, make_config
+from qsa.device import prefill_chunk
 from qsa.memory.layout import cdiv
 from qsa.model.batch import Segment
 from qsa.model.build import build_stage
@@ -50,7 +51,7 @@ def build(config: EngineConfig) -> StageModel:
 
 def run(model: StageModel, config: EngineConfig, prompt: list[int], num_tokens: int) -> dict[str, Any]:
     """Prefill in the engine's chunks, then greedy tokens one by one."""
-    sparse_id, chunk = config.default_sparse_id, config.limits.prefill_chunk
+    sparse_id, chunk = config.default_sparse_id, prefill_chunk(config)
     model.attention.open(0, sparse_id)
     begin = time.perf_counter()
     logits = torch.empty(0)
