@@ -27,7 +27,11 @@ CASES = [  # num_q_heads, num_kv_heads, head_dim, start, end, tile_size, slice_s
     (1, 1, 64, 0, 300, 128, 64, 128, 2),  # first tiles whose window reaches token 0
     (8, 1, 64, 899, 900, 64, 64, 256, 7),  # one query, whose lists hold all there is
 ]
-READ = pytest.mark.parametrize("use_tma", [False, True], ids=["addresses", "descriptor"])
+LOOPS = pytest.mark.parametrize(
+    "how",
+    [dict(overlap=False), dict(overlap=True, slices_per_step=2), dict(overlap=True, use_tma=True)],
+    ids=["plain", "turned", "descriptor"],
+)
 
 
 def make_lists(case: tuple[int, ...], per_layer: bool) -> torch.Tensor:
@@ -45,8 +49,8 @@ def make_lists(case: tuple[int, ...], per_layer: bool) -> torch.Tensor:
 
 def run(q: torch.Tensor, batch: PagedBatch, lists: torch.Tensor | None, case: tuple[int, ...], **how: Any) -> torch.Tensor:
     _, num_kv_heads, head_dim, start, end, tile_size, slice_size, window_size, _ = case
-    if how.get("use_tma") and q.is_cuda and capability(q.device) < (9, 0):
-        pytest.skip("this card has no tensor descriptors")
+    if q.is_cuda and capability(q.device) < (9, 0) and ("use_tma" in how or how.get("slices_per_step") == 2):
+        pytest.skip("needs Hopper's descriptors, or its shared memory")
     return sparse_prefill(
         q,
         batch.page_table[0],
@@ -74,14 +78,14 @@ def expected(
     return sparse_prefill_ref(*args, lists, sm_scale=head_dim**-0.5, **sizes)
 
 
-@READ
+@LOOPS
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("per_layer", [False, True], ids=["kv_head", "layer"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_matches_reference(case, per_layer, dtype, device, use_tma):
+def test_matches_reference(case, per_layer, dtype, device, how):
     num_q_heads, num_kv_heads, head_dim, start, end = case[:5]
-    if use_tma and head_dim & (head_dim - 1):
+    if "use_tma" in how and head_dim & (head_dim - 1):
         pytest.skip("rows of a descriptor are powers of two")
     if dtype == (torch.bfloat16 if device == "cpu" else torch.float32):
         pytest.skip("bfloat16 products are wrong in the interpreter; float32 is for the interpreter")
@@ -89,7 +93,7 @@ def test_matches_reference(case, per_layer, dtype, device, use_tma):
     batch = make_batch([end], num_kv_heads, head_dim, dtype, device)
     q = torch.randn(end - start, num_q_heads, head_dim).to(dtype).to(device)
     lists = make_lists(case, per_layer)
-    got = run(q, batch, lists, case, use_tma=use_tma)
+    got = run(q, batch, lists, case, **how)
     oracle, peer = (expected(q, batch, lists, case, one) for one in (torch.float64, dtype))
     assert_matches_oracle("out", got.cpu(), oracle, peer)
 
@@ -119,27 +123,27 @@ def test_how_it_is_launched_changes_nothing_but_rounding(how, device):
     assert_matches_oracle("out", got.cpu(), oracle, peer)
 
 
-@READ
+@LOOPS
 @pytest.mark.parametrize("device", DEVICES)
-def test_keys_and_values_in_fp8(device, use_tma):
+def test_keys_and_values_in_fp8(device, how):
     torch.manual_seed(2)
     case = (6, 2, 64, 450, 600, 64, 64, 128, 4)
     batch = make_batch([600], 2, 64, torch.float8_e4m3fn, device)
     q = torch.randn(150, 6, 64).half().to(device)
     lists = make_lists(case, False)
-    got = run(q, batch, lists, case, use_tma=use_tma)
+    got = run(q, batch, lists, case, **how)
     oracle, peer = (expected(q, batch, lists, case, one) for one in (torch.float64, torch.float16))
     assert_matches_oracle("out", got.cpu(), oracle, peer)
 
 
-@READ
+@LOOPS
 @pytest.mark.parametrize("device", DEVICES)
-def test_no_lists_mean_everything(device, use_tma):
+def test_no_lists_mean_everything(device, how):
     torch.manual_seed(3)
     case = (6, 2, 64, 450, 600, 128, 32, 128, 0)
     batch = make_batch([600], 2, 64, torch.float16, device)
     q = torch.randn(150, 6, 64).half().to(device)
-    got = run(q, batch, None, case, use_tma=use_tma)
+    got = run(q, batch, None, case, **how)
     args = [part.cpu() for part in (q, batch.k[0], batch.v[0])]
     oracle = dense_attention_ref(*(part.double() for part in args), 0.125, 450)
     assert_matches_oracle("out", got.cpu(), oracle, dense_attention_ref(*args, 0.125, 450))
@@ -189,9 +193,9 @@ def test_tuning_candidates_are_arguments():
     assert all(set(candidate) <= set(names) for candidate in TUNE)
 
 
-@READ
+@LOOPS
 @pytest.mark.gpu
-def test_pages_behind_the_first_4_gib(use_tma):
+def test_pages_behind_the_first_4_gib(how):
     """The first offset past 2^31 numbers."""
     torch.manual_seed(6)
     case = (7, 1, 128, 700, 900, 128, 64, 256, 3)
@@ -203,4 +207,4 @@ def test_pages_behind_the_first_4_gib(use_tma):
     q = torch.randn(200, 7, 128).half().cuda()
     lists = make_lists(case, False)
     moved = replace(batch, pool=pool, page_table=table)
-    assert torch.equal(run(q, moved, lists, case, use_tma=use_tma), run(q, batch, lists, case, use_tma=use_tma))
+    assert torch.equal(run(q, moved, lists, case, **how), run(q, batch, lists, case, **how))
