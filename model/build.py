@@ -17,8 +17,8 @@ from qsa.memory.layout import KVLayout
 from qsa.model.attention import StageAttention, summary_layout
 from qsa.model.checkpoint.load import Checkpoint
 from qsa.model.decoder import PREFILL_COPY_BYTES, StageModel
-from qsa.model.layers import WeightPolicy
 from qsa.model.rope import rope_table
+from qsa.model.weights import WeightPolicy
 
 if TYPE_CHECKING:
     from qsa.model.gpu_decoder import GpuStageModel
@@ -71,7 +71,7 @@ def build_stage(
         calibration:      of the stage's layers, in place of a file.
         dtype:            activations and unquantised weights; auto: bfloat16.
         kv_dtype:         K and V; auto: as `dtype`; fp8: triton only.
-        quantization:     auto: packed where a kernel exists; none: dequantised.
+        quantization:     auto: packed where a kernel exists; none: dequantised; int8, int4 or fp8: quantised as they are read.
         backend:          torch or triton; None: triton on a card. Without one, Triton's interpreter runs small models.
         prefill_chunk:    most tokens of a prefill segment, for the warm-up of a card.
 
@@ -126,7 +126,7 @@ def build_stage(
             last_layer=last_layer,
             attention=GpuAttention(cache, rotation=rotation, eps=spec.rms_norm_eps, **sizes),
             dtype=resolved,
-            policy=WeightPolicy(resolved, where, is_packed=False, keeps_copies=False, backend="triton"),
+            policy=WeightPolicy.choose(quantization, resolved, where, backend="triton"),
             prefill_chunk=prefill_chunk,
         )
     return StageModel(

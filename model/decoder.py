@@ -10,8 +10,9 @@ from qsa.kernels.pointwise import signed_sine
 from qsa.model.attention import StageAttention
 from qsa.model.batch import Segment, split_groups
 from qsa.model.checkpoint.load import Checkpoint
-from qsa.model.layers import DecoderLayer, Embedding, Head, WeightPolicy
+from qsa.model.layers import DecoderLayer, Embedding, Head
 from qsa.model.rope import rope_table
+from qsa.model.weights import WeightPolicy
 
 PREFILL_COPY_BYTES = 2 << 30  # packed models hold bfloat16 copies for prefill when those of the whole model take no more
 
@@ -38,30 +39,24 @@ class StageModel:
         """Read this stage's weights, tensor by tensor.
 
         Args:
-            quantization:       "auto": 4- and 8-bit weights stay packed (CPU, bfloat16); "none": they are dequantised.
+            quantization:       as `WeightPolicy.choose` reads it.
             max_model_len:      longest sequence in tokens; the rotation is made for it.
             prefill_copy_bytes: most bytes of bfloat16 copies of the whole model; above it they are made on the fly.
         """
-        if quantization not in ("auto", "none"):
-            raise ValueError(f"quantization must be auto or none, got {quantization!r}")
         spec = checkpoint.spec
         self.spec, self.dtype, self.device = spec, dtype, device
         self.first_layer, self.last_layer = first_layer, last_layer
         self.attention = attention
         self.cache = attention.cache
         copies = checkpoint.stage_weight_bytes(0, spec.num_layers, bytes_per_weight=2)  # however the model is split
-        policy = WeightPolicy(
-            dtype=dtype,
-            device=device,
-            is_packed=quantization == "auto" and dtype == torch.bfloat16 and device.type == "cpu",
-            keeps_copies=copies <= prefill_copy_bytes,
-        )
+        policy = WeightPolicy.choose(quantization, dtype, device, keeps_copies=copies <= prefill_copy_bytes)
         self._embedding = Embedding(checkpoint.read("embed_tokens.weight"), policy) if self.is_first else None
         self._layers = [DecoderLayer(spec, layer, checkpoint.read, policy) for layer in range(first_layer, last_layer)]
         self._head: Head | None = None
         if self.is_last:
             table = checkpoint.read("embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight")
-            if spec.tie_word_embeddings and self._embedding is not None and policy.kernel_of(table) == "float":
+            is_float = policy.target is None and policy.kernel_of(table) == "float"
+            if spec.tie_word_embeddings and self._embedding is not None and is_float:
                 table = self._embedding.table  # one copy for both
             self._head = Head(checkpoint.read("norm.weight"), table, policy, spec.rms_norm_eps)
         cos, sin = rope_table(spec.rope, max_model_len)

@@ -13,8 +13,8 @@ from qsa.model.checkpoint.load import Checkpoint
 from qsa.model.decode_graph import DecodeBuffers, DecodeRows, DecodeSteps
 from qsa.model.gpu_attention import DecodeStep, GpuAttention, PrefillStep
 from qsa.model.gpu_warm_up import warm_up
-from qsa.model.layers import ReadWeight, WeightPolicy, make_linear, plain_weight
 from qsa.model.spec import ModelSpec
+from qsa.model.weights import ReadWeight, Weight, WeightPolicy, make_head, make_linear, plain_weight
 
 FEW_ROWS = 16  # up to as many rows of a prompt go to the head as those of a decode step do
 
@@ -151,16 +151,12 @@ class GpuStageModel:
             GpuLayer(spec, layer - first_layer, layer, checkpoint.read, policy) for layer in range(first_layer, last_layer)
         ]
         self._head: GpuHead | None = None
+        self._shares_table = spec.tie_word_embeddings and self.is_first and policy.target is None  # embedding and head
         if self.is_last:
-            if spec.tie_word_embeddings and self._embedding is not None:
-                table = self._embedding  # one copy for both
-            else:
-                table = policy.to_float(
-                    checkpoint.read("embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight")
-                )
-            norm = policy.to_float(checkpoint.read("norm.weight"))
-            linear = policy.operator("float_linear", weight=table, out_dtype=torch.float32)
-            self._head = GpuHead(norm, linear, spec.rms_norm_eps)
+            table: Weight | None = self._embedding if self._shares_table else None
+            if table is None:
+                table = checkpoint.read("embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight")
+            self._head = GpuHead(policy.to_float(checkpoint.read("norm.weight")), make_head(table, policy), spec.rms_norm_eps)
         self._steps = DecodeSteps(
             self._decode_rows,
             num_layers=last_layer - first_layer,
@@ -184,7 +180,7 @@ class GpuStageModel:
         held = sum(layer.nbytes for layer in self._layers)
         if self._embedding is not None:
             held += self._embedding.nbytes
-        if self._head is not None and not (self.spec.tie_word_embeddings and self._embedding is not None):
+        if self._head is not None and not self._shares_table:
             held += self._head.nbytes
         return held
 

@@ -2,113 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from qsa.kernels.linear import can_fuse_gate, gated_linear
+from qsa.kernels.linear import FloatLinear, can_fuse_gate, gated_linear
 from qsa.kernels.quant_linear import PREFILL_ROWS
-from qsa.kernels.registry import get_operator
 from qsa.model.attention import StageAttention
 from qsa.model.attention_plan import AttentionStep
+from qsa.model.checkpoint.packed import PackedTensor
 from qsa.model.checkpoint.quantized import QuantizedTensor
 from qsa.model.spec import ModelSpec
-
-Weight = torch.Tensor | QuantizedTensor
-ReadWeight = Callable[[str], Weight]
-
-
-class Linear(Protocol):
-    """What every linear operator offers; see kernels/linear.py."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def forward_prefill(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def free(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class WeightPolicy:
-    """In which form weights are held.
-
-    Attributes:
-        dtype:        type of activations, and of weights that are not packed.
-        is_packed:    keep 4- and 8-bit weights packed where a kernel exists.
-        keeps_copies: hold faster copies beside packed weights, for prefill and for batches.
-        backend:      whose operators compute.
-    """
-
-    dtype: torch.dtype
-    device: torch.device
-    is_packed: bool
-    keeps_copies: bool
-    backend: str = "torch"
-
-    def operator(self, name: str, **weights: Any) -> Any:
-        """An operator of the backend, set up with its weights."""
-        operator = get_operator(name, self.backend)
-        operator.init(**weights)
-        return operator
-
-    def to_float(self, weight: Weight) -> torch.Tensor:
-        """The weight in the activations' type."""
-        plain = weight.dequantize(self.dtype) if isinstance(weight, QuantizedTensor) else weight
-        return plain.to(device=self.device, dtype=self.dtype)
-
-    def kernel_of(self, weight: Weight) -> str:
-        """Which linear operator holds the weight: int4, int8 or float."""
-        if not self.is_packed or not isinstance(weight, QuantizedTensor):
-            return "float"
-        return {"Q4_0": "int4", "Q4_1": "int4", "Q8_0": "int8"}.get(weight.kind, "float")
-
-
-class JoinedLinear:
-    """Linear layers of one input whose weights need different operators; their outputs lie side by side."""
-
-    def __init__(self, parts: Sequence[Linear]) -> None:
-        self._parts = tuple(parts)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self._parts)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([part.forward(x) for part in self._parts], dim=1)
-
-    def forward_prefill(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([part.forward_prefill(x) for part in self._parts], dim=1)
-
-    def free(self) -> None:
-        for part in self._parts:
-            part.free()
-
-
-def make_linear(weights: Sequence[Weight], biases: Sequence[torch.Tensor | None], policy: WeightPolicy) -> Linear:
-    """One linear layer from weights [out_features, in_features] stacked by rows: a single product where kinds agree."""
-    kernels = {policy.kernel_of(weight) for weight in weights}
-    if len(kernels) > 1:
-        return JoinedLinear([make_linear([weight], [bias], policy) for weight, bias in zip(weights, biases, strict=True)])
-    bias = None
-    if any(b is not None for b in biases):
-        zeros = [torch.zeros(weight.shape[0]) if b is None else b for weight, b in zip(weights, biases, strict=True)]
-        bias = torch.cat([policy.to_float(b) for b in zeros])
-    kernel = kernels.pop()
-    if kernel == "int4":
-        parts = [weight.parts() for weight in weights if isinstance(weight, QuantizedTensor)]
-        values, scale, minimum = (torch.cat(columns) for columns in zip(*parts, strict=True))
-        return policy.operator(
-            "int4_linear", values=values, scale=scale, minimum=minimum, bias=bias, keep_prefill_copy=policy.keeps_copies
-        )
-    if kernel == "int8":
-        whole = torch.cat([weight.dequantize(torch.float32) for weight in weights if isinstance(weight, QuantizedTensor)])
-        return policy.operator("int8_linear", weight=whole, bias=bias, keep_prefill_copy=policy.keeps_copies)
-    return policy.operator("float_linear", weight=torch.cat([policy.to_float(weight) for weight in weights]), bias=bias)
+from qsa.model.weights import Linear, ReadWeight, Weight, WeightPolicy, make_head, make_linear, plain_weight
 
 
 class Embedding:
@@ -117,6 +23,7 @@ class Embedding:
     def __init__(self, table: Weight, policy: WeightPolicy) -> None:
         self._dtype = policy.dtype
         keeps_packed = isinstance(table, QuantizedTensor) and policy.is_packed and not policy.keeps_copies
+        keeps_packed &= not isinstance(table, PackedTensor)  # whose rows cannot be read one by one
         self.table: Weight = table if keeps_packed else policy.to_float(table)
 
     @property
@@ -135,14 +42,8 @@ class Head:
 
     def __init__(self, norm: Weight, table: Weight, policy: WeightPolicy, eps: float) -> None:
         self._norm = policy.operator("rms_norm", weight=policy.to_float(norm), eps=eps)
-        if policy.is_packed and isinstance(table, QuantizedTensor):
-            self._input_dtype = torch.float32
-            self._linear: Linear = policy.operator(
-                "int8_head", weight=table.dequantize(torch.float32), keep_batch_copy=policy.keeps_copies
-            )
-        else:
-            self._input_dtype = policy.dtype
-            self._linear = policy.operator("float_linear", weight=policy.to_float(table))
+        self._linear = make_head(table, policy)
+        self._input_dtype = policy.dtype if isinstance(self._linear, FloatLinear) else torch.float32
 
     @property
     def nbytes(self) -> int:
@@ -254,9 +155,3 @@ class DecoderLayer:
     def free(self) -> None:
         for operator in (*self._linears, self._input_norm, self._mlp_norm, self._bare_norm, self._rotary, self._gate):
             operator.free()
-
-
-def plain_weight(weight: Weight) -> torch.Tensor:
-    """A weight that is no packed one, such as a bias."""
-    assert isinstance(weight, torch.Tensor), "checkpoints refuse packed vectors"
-    return weight

@@ -63,6 +63,13 @@ class PackedTensor(QuantizedTensor):
     def has_parts(self) -> bool:
         return True
 
+    @property
+    def num_groups(self) -> int:
+        """Scales of a row."""
+        if self.method in ("awq", "gptq"):
+            return self.scales.shape[0]
+        return 1 if self.scales.numel() in (1, self.shape[0]) else self.scales.shape[1]
+
     def to(self, device: torch.device) -> PackedTensor:
         """The same on a device, where it is unpacked faster."""
         zeros = None if self.zeros is None else self.zeros.to(device)
