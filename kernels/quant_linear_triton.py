@@ -83,7 +83,8 @@ def pick_nibbles(
     out_features: int, in_features: int, group: int, card: CardSize, changes: dict[str, Any] | None = None
 ) -> Launch:
     """The launch for a weight of 4 bits whose columns share a scale by `group`; a step's runs lie each in one group."""
-    run = min(128, group & -group)
+    padded = {run: -(-in_features // (4 * run)) * 4 * run for run in (128, 64, 32) if group % run == 0}
+    run = next(run for run, columns in padded.items() if columns <= 1.03 * min(padded.values()))
     if run == 128:
         chosen = Launch(block_n=64, block_k=run, num_stages=3)
     else:

@@ -25,11 +25,22 @@ def card_weight_bytes(checkpoint: Checkpoint, config: EngineConfig, first: int, 
     is_gguf = checkpoint.path.is_file()  # whose kinds are counted as if they were dequantised
     if checkpoint.is_quantized and config.model.quantization != "none" and not is_gguf:
         return checkpoint.stage_weight_bytes(first, last) + element_bytes * tables  # tables may be dequantised
-    plain = checkpoint.stage_weight_bytes(first, last, bytes_per_weight=element_bytes)
-    each = QUANTIZED_BYTES.get(config.model.quantization)
-    if each is None:
-        return plain
-    return int((plain / element_bytes - tables) * each + element_bytes * tables)
+    if config.model.quantization in QUANTIZED_BYTES:
+        return quantised_weight_bytes(checkpoint, config.model.quantization, element_bytes, first, last)
+    return checkpoint.stage_weight_bytes(first, last, bytes_per_weight=element_bytes)
+
+
+def quantised_weight_bytes(checkpoint: Checkpoint, kind: str, element_bytes: int, first: int, last: int) -> int:
+    """Weights of layers [first, last) that are quantised while they are read: matrices in that form, the embedding as it is.
+
+    The head is held in 8 bits, beside the table that it shares with the embedding in a tied model.
+    """
+    spec = checkpoint.spec
+    numbers = spec.vocab_size * spec.hidden_size
+    tables = _num_tables(spec, first == 0, last == spec.num_layers) * numbers
+    head = 1.1 * numbers if spec.tie_word_embeddings and last == spec.num_layers else 0
+    matrices = checkpoint.stage_weight_bytes(first, last, bytes_per_weight=1) - tables
+    return int(matrices * QUANTIZED_BYTES[kind] + element_bytes * tables + head)
 
 
 def _num_tables(spec: ModelSpec, has_embedding: bool, has_head: bool) -> int:

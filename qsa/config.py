@@ -35,8 +35,8 @@ class ModelConfig(FrozenModel):
     )
     quantization: Literal["auto", "none", "int8", "int4", "fp8"] = Field(
         "auto",
-        description="auto: keep the file's low-bit weights packed where a kernel exists; none: dequantise; int8, int4, fp8:"
-        " quantise the layers' weights while they are read (cards).",
+        description="auto: keep the file's low-bit weights packed where a kernel exists; none: dequantise; int8, int4, fp8"
+        " (cards): also quantise float weights while they are read, the layers' so, the head's to 8 bits.",
     )
     max_model_len: int | None = Field(None, ge=2, description="Longest sequence in tokens; default: the model's own.")
     calibration: str | None = Field(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qsa.card_needs import card_weight_bytes, card_workspace_bytes
+from qsa.card_needs import QUANTIZED_BYTES, card_weight_bytes, card_workspace_bytes, quantised_weight_bytes
 from qsa.config import EngineConfig
 from qsa.device import planned_device, prefill_chunk, settle, stage_cards
 from qsa.errors import ConfigError
@@ -272,9 +272,11 @@ def _check_device(config: EngineConfig, device: str) -> None:
     model = config.model
     if device == "cpu" and model.kv_dtype == "fp8":
         raise ConfigError("model.kv_dtype is fp8, which is for cards; set it to auto, or pipeline.device to cuda")
-    if device == "cpu" and model.quantization not in ("auto", "none"):
+    if device == "cpu" and model.quantization == "fp8":
+        raise ConfigError("model.quantization is fp8, which is for cards; use int8 or int4, or set pipeline.device to cuda")
+    if model.quantization in QUANTIZED_BYTES and model.dtype == "float32":
         raise ConfigError(
-            f"model.quantization is {model.quantization}, which is for cards; set it to auto, or pipeline.device to cuda"
+            f"model.quantization is {model.quantization}, which does not go with model.dtype float32; use bfloat16"
         )
 
 
@@ -309,12 +311,16 @@ def _stage_need(
 def _weight_bytes(checkpoint: Checkpoint, config: EngineConfig, first: int, last: int) -> int:
     """Weights of a stage in memory: packed as stored, with copies for prefill where the model makes them, else in `dtype`."""
     element_bytes = resolve_dtype(config.model.dtype).itemsize
-    if not checkpoint.is_quantized or config.model.quantization == "none":
+    kind = config.model.quantization
+    if kind == "none" or not (checkpoint.is_quantized or kind in QUANTIZED_BYTES):
         return checkpoint.stage_weight_bytes(first, last, bytes_per_weight=element_bytes)
-    packed = checkpoint.stage_weight_bytes(first, last)
+    if checkpoint.is_quantized:
+        packed = checkpoint.stage_weight_bytes(first, last)
+    else:
+        packed = quantised_weight_bytes(checkpoint, kind, element_bytes, first, last)
     whole = checkpoint.stage_weight_bytes(0, checkpoint.spec.num_layers, bytes_per_weight=2)
-    copies = checkpoint.stage_weight_bytes(first, last, bytes_per_weight=2) if whole <= PREFILL_COPY_BYTES else 0
-    return packed + copies
+    each = 2.0 if whole <= PREFILL_COPY_BYTES else 0.5 * (kind == "int4")  # without copies, nibbles that are quick to unpack
+    return packed + checkpoint.stage_weight_bytes(first, last, bytes_per_weight=each)
 
 
 def _workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tiny_models import make_tiny_model
 
 from qsa.cli import main
 from qsa.config import make_config
@@ -50,6 +51,27 @@ def test_weights_in_the_plan_are_those_of_the_stage(checkpoint):
         assert model.weight_bytes <= stage.weight_bytes <= 1.25 * model.weight_bytes
     finally:
         model.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied-sharded"])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_weights_quantised_while_read_are_planned_as_such(tmp_path, name, quantization):
+    small = open_checkpoint(str(make_tiny_model(name, tmp_path)))
+    config = make_config({"model": {"quantization": quantization}, "pipeline": {"device": "cpu", "num_stages": 1}})
+    stage = plan_memory(small, config, sparse=SPARSE, code_dim=None, available=[16 * GIB]).stages[0]
+    sizes = dict(num_chunks=stage.sequence_chunks, max_sequences=1, max_model_len=256, sparse=SPARSE)
+    model = build_stage(small, first_layer=0, last_layer=4, quantization=quantization, **sizes)
+    assert 0.9 * model.weight_bytes <= stage.weight_bytes <= 1.5 * model.weight_bytes  # narrow rows are filled up
+    model.close()
+
+
+def test_what_only_cards_can_do_is_refused_on_the_cpu(checkpoint):
+    for model, words in (
+        ({"quantization": "fp8"}, "fp8, which is for cards; use int8"),
+        ({"quantization": "int8", "dtype": "float32"}, "does not go with model.dtype float32"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            plan(checkpoint, model=model)
 
 
 def test_a_small_pool_is_planned_and_said(checkpoint):

@@ -6,17 +6,19 @@ import shutil
 
 import pytest
 import torch
+from paged_batch import DEVICES
 from safetensors.torch import load_file, save_file
 from stages import Stages, mean_kl
 from tiny_models import make_tiny_model
 from tiny_packed import FORMATS, make_packed
 
 from qsa.errors import ConfigError
+from qsa.kernels.pointwise_ref import silu_multiply_ref
 from qsa.kernels.quant_linear import Int4Linear, Int8Linear, quantize_groups, quantize_rows
 from qsa.kernels.quant_linear_ref import dequantize_groups_ref
 from qsa.model.checkpoint.load import open_checkpoint
 from qsa.model.checkpoint.packed import PackedTensor
-from qsa.model.weights import JoinedLinear, ReorderedLinear, WeightPolicy, make_linear
+from qsa.model.weights import JoinedLinear, ReorderedLinear, WeightPolicy, make_head, make_linear
 
 CPU = torch.device("cpu")
 IDS = [5, 77, 12, 250, 33, 9, 140, 201, 64, 18, 300, 90]
@@ -171,3 +173,50 @@ def test_tied_tables_and_a_quantised_head(tmp_path):
     plain, quantised = (logits_of(folder, dtype="bfloat16", quantization=name) for name in ("auto", "int8"))
     exact = logits_of(folder, dtype="float32")
     assert mean_kl(exact, quantised) < 5 * mean_kl(exact, plain)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_packed_layers_on_a_card(plain, tmp_path, name, device):
+    """Every format through the operators of a card; in float16, which the interpreter multiplies right."""
+    pytest.importorskip("triton")
+    make_packed(plain, tmp_path / "packed", name)
+    checkpoint = open_checkpoint(str(tmp_path / "packed"))
+    policy = WeightPolicy.choose("auto", torch.float16, torch.device(device), backend="triton")
+    weights = [checkpoint.read(f"layers.1.mlp.{part}_proj.weight") for part in ("gate", "up")]
+    kinds = {policy.kernel_of(weight) for weight in weights}
+    assert kinds == {weight.kind for weight in weights}
+    linear = make_linear(weights, [None, None], policy)
+    whole = torch.cat([weight.dequantize() for weight in weights]).double()
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).half()
+    want = x.double() @ whole.T
+    gated = silu_multiply_ref(want)
+    slack = 0.02 if name == "gptq-8-bits" else 2e-3  # groups of 8 bits become rows of 8 bits
+    x = x.to(device)
+    assert (linear.forward(x).cpu() - want).norm() < slack * want.norm()
+    assert (linear.forward_parts(x).sum(0).cpu() - want).norm() < slack * want.norm()
+    assert (linear.forward_gated(x).cpu() - gated).norm() < 2 * slack * gated.norm()
+    many = linear.forward_prefill(x.repeat(12, 1)).cpu()
+    assert (many - want.repeat(12, 1)).norm() < slack * many.norm() + (0.06 if "fp8" in name else 0) * many.norm()
+    linear.free()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_layers_quantised_for_a_card(quantization, device):
+    pytest.importorskip("triton")
+    torch.manual_seed(1)
+    policy = WeightPolicy.choose(quantization, torch.float16, torch.device(device), backend="triton")
+    weights = [torch.randn(32, 128).bfloat16() * 0.1 for _ in range(2)]
+    linear = make_linear(weights, [torch.randn(32), None], policy)
+    head = make_head(weights[0], policy)
+    x = torch.randn(3, 128).half()
+    want = x.double() @ torch.cat(weights).double().T
+    got = linear.forward(x.to(device)).cpu().double()
+    bias = got[:, :32] - want[:, :32]
+    loss = {"int8": 0.01, "int4": 0.12, "fp8": 0.04}[quantization]
+    assert (got[:, 32:] - want[:, 32:]).norm() < loss * want.norm()
+    assert (bias - bias.mean(0)).norm() < loss * want.norm()
+    logits = head.forward(x.to(device)).cpu()
+    assert logits.dtype == torch.float32 and (logits - want[:, :32]).norm() < 0.01 * want.norm()
+    assert linear.nbytes < {"int8": 1.1, "int4": 0.65, "fp8": 1.1}[quantization] * 64 * 128 + 64 * 8
