@@ -22,8 +22,8 @@ import triton.language as tl
 from qsa.kernels.checks import FLOATS, check_tensor
 from qsa.kernels.paged_kv import PagedKV
 from qsa.kernels.registry import Operator, register
-from qsa.kernels.sparse_prefill_triton import sparse_prefill
-from qsa.kernels.split_triton import kv_constants, load_rows, load_scale, product_type
+from qsa.kernels.sparse_prefill_triton import as_multiplied, sparse_prefill
+from qsa.kernels.split_triton import kv_constants, load_scale, product_type
 
 logger = logging.getLogger(__name__)
 PIECE_TOKENS = 65536  # K and V copied at once: cuDNN plans every length that it has not seen, so lengths should repeat
@@ -50,14 +50,14 @@ def _gather_kernel(
     begin = (first // BLOCK_N + tl.program_id(0)) * BLOCK_N
     tokens = begin + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    mask_n = (tokens >= first) & (tokens < last)
+    mask = ((tokens >= first) & (tokens < last))[:, None] & (offs_d < HEAD_DIM)[None, :]
     base = tl.multiple_of(tl.load(page_table_ptr + begin // PAGE_SIZE).to(tl.pointer_type(STORED)), 16)
     rows = (2 * kv_head + part) * PAGE_SIZE + tokens % PAGE_SIZE
-    values = load_rows(base, rows, mask_n, offs_d, TYPE, E4M3, HEAD_DIM, BLOCK_D)
+    values = as_multiplied(tl.load(base + rows[:, None] * HEAD_DIM + offs_d[None, :], mask=mask, other=0), TYPE, E4M3)
     if HAS_SCALE:
         values = values.to(tl.float32) * load_scale(kv_scale_ptr, kv_head, part, HAS_SCALE, E4M3)
     offs_o = part * stride_o_p + kv_head * stride_o_h + (tokens - first).to(tl.int64)[:, None] * HEAD_DIM + offs_d[None, :]
-    tl.store(out_ptr + offs_o, values.to(TYPE), mask=mask_n[:, None] & (offs_d < HEAD_DIM)[None, :])
+    tl.store(out_ptr + offs_o, values.to(TYPE), mask=mask)
 
 
 def gather_pages(

@@ -40,7 +40,7 @@ TUNE = [  # parameters of sparse_prefill worth timing: through addresses, then t
 
 
 @triton.jit
-def _numbers(stored, TYPE: tl.constexpr, E4M3: tl.constexpr):
+def as_multiplied(stored, TYPE: tl.constexpr, E4M3: tl.constexpr):
     """K or V as they are multiplied; load_scale says what they lack."""
     if E4M3 == "cast":
         stored = stored.to(tl.float8e4nv, bitcast=True).to(TYPE)
@@ -75,7 +75,7 @@ def _load_slices(
         if MAY_BE_0:
             mask &= address_0 != 0
         stored = tl.load(base + offs, mask=mask, other=0)
-    return _numbers(stored, TYPE, E4M3)
+    return as_multiplied(stored, TYPE, E4M3)
 
 
 @triton.jit(do_not_specialize=["first", "start", "end", "capacity"])
@@ -137,7 +137,7 @@ def _sparse_prefill_kernel(
         base = tl.multiple_of(tl.load(entries + entry).to(tl.pointer_type(STORED)), 16)
         tokens = (own_slice + entry - count) * SLICE + offs_s  # of what the first loop left over: some before the tile
         mask_k = (tokens < end)[:, None] & mask_d[None, :]
-        k = _numbers(tl.load(base + offs_k, mask=mask_k, other=0), TYPE, E4M3)
+        k = as_multiplied(tl.load(base + offs_k, mask=mask_k, other=0), TYPE, E4M3)
         logits = tl.dot(q, k.T, input_precision=PRECISION)
         logits = tl.where(tokens[None, :] <= positions[:, None], logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1) * qk_scale)
@@ -145,7 +145,7 @@ def _sparse_prefill_kernel(
         factor = tl.exp2(top - new_top)
         top = new_top
         total = total * factor + tl.sum(weights, 1)
-        v = _numbers(tl.load(base + PAGE_SIZE * HEAD_DIM + offs_k, mask=mask_k, other=0), TYPE, E4M3)
+        v = as_multiplied(tl.load(base + PAGE_SIZE * HEAD_DIM + offs_k, mask=mask_k, other=0), TYPE, E4M3)
         acc = tl.dot(weights.to(TYPE), v, acc * factor[:, None], input_precision=PRECISION)
 
     # Addresses are loaded a step ahead: a copy that waits for its address holds up everything behind it.
