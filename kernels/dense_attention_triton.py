@@ -23,6 +23,7 @@ from qsa.kernels.split_triton import (
     finish_split,
     head_constants,
     kv_constants,
+    launch_overlap,
     load_rows,
     load_scale,
     row_pointer,
@@ -63,12 +64,16 @@ def _dense_decode_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,     # tokens attended at a time, a part of a page
     NUM_STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     # grid: (num_splits, num_kv_heads, batch)
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     seq_len = tl.load(seq_lens_ptr + batch).to(tl.int32)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     offs_n = tl.arange(0, BLOCK_N)
@@ -111,6 +116,7 @@ def dense_decode(
     block_n: int = 64,
     num_warps: int = 4,
     num_stages: int = 3,
+    overlaps: bool | None = None,
 ) -> torch.Tensor:
     """Attend to every token.
 
@@ -119,19 +125,20 @@ def dense_decode(
         page_table: int64 [batch, max_pages], address of each page `[num_kv_heads][K|V][page_size][head_dim]` of this layer.
         seq_lens:   int32 or int64 [batch], the query's token included; 0 for a row that attends to nothing.
         num_splits: programs that share a sequence and KV head.
+        overlaps:   start before the launch before has ended; None: on cards that can, from Hopper on.
 
     Returns:
         [batch, num_q_heads, head_dim]; zeros for a row that attends to nothing.
     """
     batch, num_q_heads, head_dim = check_decode(q, page_table, seq_lens, kv, num_kv_heads)
-    heads = head_constants(num_q_heads, num_kv_heads, head_dim, num_splits)
+    heads = head_constants(num_q_heads, num_kv_heads, head_dim, num_splits, num_warps)
     parts, stats, arrivals = split_workspace(batch * num_kv_heads, num_splits, heads["GROUP"], head_dim, q.device)
     out = torch.empty(batch, num_q_heads, head_dim, dtype=q.dtype, device=q.device)
     _dense_decode_kernel[(num_splits, num_kv_heads, batch)](
         q, page_table, seq_lens, q if kv.scale is None else kv.scale, parts, stats, arrivals, out, sm_scale * LOG2_E,
         q.stride(0), q.stride(1), page_table.stride(0),
         BLOCK_N=min(block_n, kv.page_size), NUM_STAGES=num_stages, num_warps=num_warps,
-        **kv_constants(kv, q.device), **heads,
+        **kv_constants(kv, q.device), **heads, **launch_overlap(overlaps, q.device),
     )  # fmt: skip
     return out
 

@@ -30,34 +30,33 @@ from qsa.kernels.split_triton import (
     finish_split,
     head_constants,
     kv_constants,
+    launch_overlap,
     load_rows,
     load_scale,
+    load_table,
     locate_slices,
     product_type,
     row_pointer,
     split_workspace,
+    table_block,
 )
 
 TUNE = [  # the 7B shape with 8 sequences has 32 lists: programs of either launch all fit at once
     dict(),
-    dict(overlaps=True),
+    dict(value_warps=2),
+    dict(value_warps=2, value_stages=3),
+    dict(value_stages=6),
+    dict(value_splits=16, value_warps=2),
     dict(score_stages=4),
     dict(score_splits=12, score_stages=4),
-    dict(score_splits=20, score_stages=3),
-    dict(score_splits=24, score_stages=2),
-    dict(score_splits=32, score_stages=2, score_warps=2),
     dict(score_splits=16, score_stages=3, score_warps=2),
-    dict(value_splits=8, value_stages=5),
-    dict(value_splits=8, value_warps=8),
-    dict(value_splits=12, value_stages=4),
-    dict(value_splits=4, value_stages=5, value_warps=8),
 ]
 
 
 @triton.jit
 def _rerank_scores_kernel(
     q_ptr, page_table_ptr, seq_lens_ptr, slots_ptr, pools_ptr, scale_ptr, weights_ptr, lse_ptr,
-    pool_size, window_size, sink_size, qk_scale,
+    pool_size, window_size, sink_size, qk_scale, max_pages,
     stride_q_b, stride_q_h, stride_pt_b, stride_p_s, stride_p_l, stride_lse_h,
     STORED: tl.constexpr,
     TYPE: tl.constexpr,
@@ -73,12 +72,11 @@ def _rerank_scores_kernel(
     BLOCK_M: tl.constexpr,     # GROUP rounded up to what a product needs
     BLOCK_D: tl.constexpr,     # HEAD_DIM rounded up to a power of two
     BLOCK_P: tl.constexpr,     # places of a program, rounded up to a power of two
+    BLOCK_T: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     # grid: (num_splits, num_kv_heads, batch)
-    if OVERLAPS:
-        tl.extra.cuda.gdc_launch_dependents()
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -93,14 +91,18 @@ def _rerank_scores_kernel(
     places = first_place + offs_p
     slot = tl.load(slots_ptr + batch).to(tl.int64)
     seq_len = tl.load(seq_lens_ptr + batch).to(tl.int32)
+    table = load_table(page_table_ptr + batch * stride_pt_b, max_pages, BLOCK_T)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     offs_q = batch * stride_q_b + (kv_head * GROUP + offs_m)[:, None] * stride_q_h + offs_d[None, :]
     q = tl.load(q_ptr + offs_q, mask=mask_m[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0).to(TYPE)
     qk_scale *= load_scale(scale_ptr, kv_head, 0, HAS_SCALE, E4M3)
     pool_ptr = pools_ptr + slot * stride_p_s + (kv_head // NUM_GROUPS) * stride_p_l
     listed = tl.load(pool_ptr + places, mask=places < pool_size, other=-1)
     addresses, firsts, ends = locate_slices(
-        places, listed, pool_size, seq_len, page_table_ptr + batch * stride_pt_b, kv_head, window_size, sink_size,
-        STORED, PAGE_SIZE, SLICE, HEAD_DIM,
+        places, listed, pool_size, seq_len, table, kv_head, window_size, sink_size,
+        STORED, PAGE_SIZE, SLICE, HEAD_DIM, BLOCK_T,
     )  # fmt: skip
     spans = (ends << 16) | firsts
     row = batch * tl.num_programs(1) + kv_head
@@ -157,7 +159,7 @@ def take_largest(shares, is_candidate, count):
 def _rerank_values_kernel(
     page_table_ptr, seq_lens_ptr, slots_ptr, pools_ptr, scale_ptr, weights_ptr, lse_ptr,
     chosen_ptr, parts_ptr, stats_ptr, arrivals_ptr, out_ptr,
-    pool_size, top_k, window_size, sink_size,
+    pool_size, top_k, window_size, sink_size, max_pages,
     stride_pt_b, stride_p_s, stride_p_l, stride_c_s, stride_c_l, stride_lse_h,
     STORED: tl.constexpr,
     TYPE: tl.constexpr,
@@ -179,6 +181,7 @@ def _rerank_values_kernel(
     BLOCK_L: tl.constexpr,     # pool_size + NUM_NEAR rounded up to a power of two
     BLOCK_K: tl.constexpr,     # top_k rounded up to a power of two
     BLOCK_P: tl.constexpr,     # kept slices of a split, rounded up to a power of two
+    BLOCK_T: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -197,9 +200,17 @@ def _rerank_values_kernel(
     seq_len = tl.load(seq_lens_ptr + batch).to(tl.int32)
     list_of_head = kv_head // NUM_GROUPS
     pool_ptr = pools_ptr + slot * stride_p_s + list_of_head * stride_p_l
+    table = load_table(page_table_ptr + batch * stride_pt_b, max_pages, BLOCK_T)
+    # before the first launch has ended: it lets this one begin only once the pool is there
     pool = tl.load(pool_ptr + offs_l, mask=offs_l < pool_size, other=-1)
+    addresses, firsts, ends = locate_slices(
+        offs_l, pool, pool_size, seq_len, table, kv_head, window_size, sink_size,
+        STORED, PAGE_SIZE, SLICE, HEAD_DIM, BLOCK_T,
+    )  # fmt: skip
+    spans = (ends << 16) | firsts
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
     # a head's say in the choice is the mass it has in the pool: one that looks at its window does not outvote the others
     shares = tl.zeros([BLOCK_L], tl.float32)
@@ -226,21 +237,19 @@ def _rerank_values_kernel(
     kept = first_kept + offs_p  # numbers among what was chosen, then among what is near
     is_chosen = kept < top_k
     found = tl.max(tl.where(ranks[None, :] == kept[:, None] + 1, offs_l[None, :], -1), 1)
-    index = tl.load(pool_ptr + found, mask=is_chosen & (found >= 0), other=-1)
-    places = tl.where(is_chosen, tl.maximum(found, 0), tl.minimum(pool_size + kept - top_k, total_places - 1))
-    addresses, firsts, ends = locate_slices(
-        kept, index, top_k, seq_len, page_table_ptr + batch * stride_pt_b, kv_head, window_size, sink_size,
-        STORED, PAGE_SIZE, SLICE, HEAD_DIM,
-    )  # fmt: skip
-    spans = (ends << 16) | firsts
-    # what is left of a head that was outvoted may be nothing beside its whole mass: shares are relative to what is kept
+    places = tl.where(is_chosen, found, tl.minimum(pool_size + kept - top_k, total_places - 1))
+    is_kept = places >= 0
+    places = tl.maximum(places, 0)
+    addresses = tl.gather(addresses, places, 0)
+    spans = tl.where(is_kept, tl.gather(spans, places, 0), 0)
     row = batch * tl.num_programs(1) + kv_head
     lse_ptr += (row * GROUP + offs_m) * stride_lse_h
-    own = tl.load(lse_ptr[:, None] + places[None, :], mask=mask_m[:, None] & (spans > 0)[None, :], other=-1.0e30)
-    top = tl.max(own, 1)
 
+    # what is left of a head that was outvoted may be nothing beside its whole mass: shares are relative to what is kept
+    top = tl.full([BLOCK_M], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    following = tl.load(lse_ptr + entry(places, offs_p, 0), mask=mask_m & (entry(spans, offs_p, 0) > 0), other=-1.0e30)
     for i in tl.range(0, num_kept, num_stages=NUM_STAGES):
         base = row_pointer(entry(addresses, offs_p, i), STORED) + PAGE_SIZE * HEAD_DIM
         span = entry(spans, offs_p, i)
@@ -249,9 +258,15 @@ def _rerank_values_kernel(
         v = load_rows(base, offs_n, mask_n, offs_d, TYPE, E4M3, HEAD_DIM, BLOCK_D)  # [SLICE, BLOCK_D]
         offs_w = ((row * total_places + place) * GROUP + offs_m)[:, None] * SLICE + offs_n[None, :]
         weights = tl.load(weights_ptr + offs_w, mask=mask_m[:, None], other=0.0)  # [BLOCK_M, SLICE]
-        share = tl.exp2(tl.load(lse_ptr + place, mask=mask_m & (span > 0), other=-1.0e30) - top)
-        total += share
-        acc += share[:, None] * tl.dot(weights, v, input_precision=PRECISION)
+        own = following
+        following = tl.load(
+            lse_ptr + entry(places, offs_p, i + 1), mask=mask_m & (entry(spans, offs_p, i + 1) > 0), other=-1.0e30
+        )
+        new_top = tl.maximum(top, own)
+        factor, share = tl.exp2(top - new_top), tl.where(own > -1.0e30, tl.exp2(own - new_top), 0.0)
+        total = total * factor + share
+        acc = acc * factor[:, None] + share[:, None] * tl.dot(weights, v, input_precision=PRECISION)
+        top = new_top
 
     finish_split(
         acc, top, total, load_scale(scale_ptr, kv_head, 1, HAS_SCALE, E4M3), row, split,
@@ -281,7 +296,7 @@ def rerank_decode(
     value_splits: int = 8,
     value_warps: int = 4,
     value_stages: int = 4,
-    overlaps: bool = False,
+    overlaps: bool | None = None,
 ) -> torch.Tensor:
     """Choose `top_k` slices of each pool and attend to sink, window and these; no token twice.
 
@@ -293,7 +308,7 @@ def rerank_decode(
         slots:      int32 or int64 [batch], which pool and list are a row's.
         pools:      int32 [slots, num_kv_heads or 1, pool_size], rising, padded with -1.
         chosen:     int32 [slots, num_kv_heads or 1, top_k], written for rows that attend: rising, padded with -1.
-        overlaps:   start the second launch before the first has ended (Hopper and newer).
+        overlaps:   start each launch before the one before it has ended; None: on cards that can, from Hopper on.
 
     Returns:
         [batch, num_q_heads, head_dim]; zeros for a row that attends to nothing.
@@ -306,7 +321,7 @@ def rerank_decode(
     pool_size, num_near = pools.shape[2], num_near_slices(window_size, slice_size)
     num_places, num_kept = pool_size + num_near, top_k + num_near
     score_splits, value_splits = min(score_splits, num_places), min(value_splits, num_kept)
-    heads = head_constants(num_q_heads, num_kv_heads, head_dim, value_splits)
+    heads = head_constants(num_q_heads, num_kv_heads, head_dim, value_splits, value_warps)
     group, rows, device = heads["GROUP"], batch * num_kv_heads, q.device
     weights = torch.empty(rows, num_places, group, slice_size, dtype=product_type(kv), device=device)
     lse = torch.empty(rows, group, triton.cdiv(num_places, 16) * 16, dtype=torch.float32, device=device)
@@ -314,12 +329,12 @@ def rerank_decode(
     out = torch.empty(batch, num_q_heads, head_dim, dtype=q.dtype, device=device)
     scale = q if kv.scale is None else kv.scale
     shared: dict[str, Any] = dict(
-        SLICE=slice_size, NUM_NEAR=num_near, NUM_GROUPS=num_kv_heads // pools.shape[1], OVERLAPS=overlaps,
-        **kv_constants(kv, device),
+        SLICE=slice_size, NUM_NEAR=num_near, NUM_GROUPS=num_kv_heads // pools.shape[1], BLOCK_T=table_block(page_table),
+        **kv_constants(kv, device), **launch_overlap(overlaps, device),
     )  # fmt: skip
     _rerank_scores_kernel[(score_splits, num_kv_heads, batch)](
         q, page_table, seq_lens, slots, pools, scale, weights, lse,
-        pool_size, window_size, sink_size, sm_scale * LOG2_E,
+        pool_size, window_size, sink_size, sm_scale * LOG2_E, page_table.shape[1],
         q.stride(0), q.stride(1), page_table.stride(0), *pools.stride()[:2], lse.stride(1),
         GROUP=group, HEAD_DIM=head_dim, BLOCK_M=heads["BLOCK_M"], BLOCK_D=heads["BLOCK_D"],
         BLOCK_P=triton.next_power_of_2(triton.cdiv(num_places, score_splits)),
@@ -327,12 +342,12 @@ def rerank_decode(
     )  # fmt: skip
     _rerank_values_kernel[(value_splits, num_kv_heads, batch)](
         page_table, seq_lens, slots, pools, scale, weights, lse, chosen, parts, stats, arrivals, out,
-        pool_size, top_k, window_size, sink_size,
+        pool_size, top_k, window_size, sink_size, page_table.shape[1],
         page_table.stride(0), *pools.stride()[:2], *chosen.stride()[:2], lse.stride(1),
         BLOCK_L=triton.next_power_of_2(num_places), BLOCK_K=triton.next_power_of_2(top_k),
         BLOCK_P=triton.next_power_of_2(triton.cdiv(num_kept, value_splits)),
         NUM_STAGES=value_stages, num_warps=value_warps,
-        **({"launch_pdl": True} if overlaps else {}), **shared, **heads,
+        **shared, **heads,
     )  # fmt: skip
     return out
 

@@ -29,33 +29,31 @@ from qsa.kernels.split_triton import (
     finish_split,
     head_constants,
     kv_constants,
+    launch_overlap,
     load_rows,
     load_scale,
+    load_table,
     locate_slices,
     row_pointer,
     split_workspace,
+    table_block,
 )
 
-TUNE = [  # the 7B shape with 8 sequences has 32 lists: 512, 384 or 256 programs, three to five of which fit a multiprocessor
-    dict(num_splits=16, block_n=32, num_stages=4),
-    dict(num_splits=16, block_n=32, num_stages=3),
-    dict(num_splits=16, block_n=64, num_stages=2),
-    dict(num_splits=16, block_n=64, num_stages=3),
-    dict(num_splits=12, block_n=64, num_stages=3),
-    dict(num_splits=8, block_n=64, num_stages=4),
-    dict(num_splits=8, block_n=32, num_stages=4),
-    dict(num_splits=8, block_n=64, num_stages=3),
-    dict(num_splits=20, block_n=32, num_stages=3),
-    dict(num_splits=32, block_n=32, num_stages=3),
-    dict(num_splits=16, block_n=32, num_stages=4, num_warps=2),
-    dict(num_splits=8, block_n=64, num_stages=4, num_warps=8),
+TUNE = [  # the 7B shape with 8 sequences has 32 lists: two, three or four programs on a multiprocessor, all at once
+    dict(),
+    dict(num_splits=8, block_n=64, num_warps=2, num_stages=4),
+    dict(num_splits=8, block_n=64, num_warps=4, num_stages=3),
+    dict(num_splits=12, block_n=64, num_warps=2, num_stages=3),
+    dict(num_splits=16, block_n=64, num_warps=2, num_stages=2),
+    dict(num_splits=16, block_n=32, num_warps=2, num_stages=4),
+    dict(num_splits=8, block_n=32, num_warps=2, num_stages=5),
 ]
 
 
 @triton.jit
 def _sparse_decode_kernel(
     q_ptr, page_table_ptr, seq_lens_ptr, slots_ptr, pools_ptr, scale_ptr, parts_ptr, stats_ptr, arrivals_ptr, out_ptr,
-    num_listed, window_size, sink_size, qk_scale,
+    num_listed, window_size, sink_size, qk_scale, max_pages,
     stride_q_b, stride_q_h, stride_pt_b, stride_p_s, stride_p_h,
     STORED: tl.constexpr,
     TYPE: tl.constexpr,
@@ -74,8 +72,10 @@ def _sparse_decode_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_P: tl.constexpr,     # places of a split, rounded up to a power of two
+    BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,     # tokens attended at a time, a part of a slice
     NUM_STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     # grid: (num_splits, num_kv_heads, batch)
     split = tl.program_id(0)
@@ -90,14 +90,18 @@ def _sparse_decode_kernel(
     places = first_place + offs_p
     slot = tl.load(slots_ptr + batch).to(tl.int64)
     seq_len = tl.load(seq_lens_ptr + batch).to(tl.int32)
+    table = load_table(page_table_ptr + batch * stride_pt_b, max_pages, BLOCK_T)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     mask_q = (offs_m < GROUP)[:, None] & (offs_d < HEAD_DIM)[None, :]
     offs_q = batch * stride_q_b + (kv_head * GROUP + offs_m)[:, None] * stride_q_h + offs_d[None, :]
     q = tl.load(q_ptr + offs_q, mask=mask_q, other=0.0).to(TYPE)  # [BLOCK_M, BLOCK_D]
     qk_scale *= load_scale(scale_ptr, kv_head, 0, HAS_SCALE, E4M3)
     listed = tl.load(pools_ptr + slot * stride_p_s + kv_head * stride_p_h + places, mask=places < num_listed, other=-1)
     addresses, firsts, ends = locate_slices(
-        places, listed, num_listed, seq_len, page_table_ptr + batch * stride_pt_b, kv_head, window_size, sink_size,
-        STORED, PAGE_SIZE, SLICE, HEAD_DIM,
+        places, listed, num_listed, seq_len, table, kv_head, window_size, sink_size,
+        STORED, PAGE_SIZE, SLICE, HEAD_DIM, BLOCK_T,
     )  # fmt: skip
     spans = (ends << 16) | firsts
 
@@ -134,10 +138,11 @@ def sparse_decode(
     sink_size: int,
     window_size: int,
     sm_scale: float,
-    num_splits: int = 16,
-    block_n: int | None = None,
-    num_warps: int = 4,
-    num_stages: int = 4,
+    num_splits: int = 8,
+    block_n: int = 64,
+    num_warps: int | None = None,
+    num_stages: int = 3,
+    overlaps: bool | None = None,
 ) -> torch.Tensor:
     """Attend to sink, window and the slices of a list; no token twice.
 
@@ -149,7 +154,8 @@ def sparse_decode(
         slots:      int32 or int64 [batch], which lists are a row's.
         pools:      int32 [slots, num_kv_heads or 1, num_listed], padded with -1.
         num_splits: programs that share a list.
-        block_n:    tokens attended at a time; None: 32 numbers of 16 bits a channel, or as many bytes.
+        block_n:    tokens attended at a time.
+        overlaps:   start before the launch before has ended; None: on cards that can, from Hopper on.
 
     Returns:
         [batch, num_q_heads, head_dim]; zeros for a row that attends to nothing.
@@ -158,16 +164,17 @@ def sparse_decode(
     check_lists(slots, pools, kv, num_kv_heads, slice_size, sink_size, batch)
     num_near, num_listed = num_near_slices(window_size, slice_size), pools.shape[2]
     num_splits = min(num_splits, num_near + num_listed)
-    heads = head_constants(num_q_heads, num_kv_heads, head_dim, num_splits)
+    num_warps = num_warps or (2 if kv.dtype.itemsize == 2 else 4)
+    heads = head_constants(num_q_heads, num_kv_heads, head_dim, num_splits, num_warps)
     parts, stats, arrivals = split_workspace(batch * num_kv_heads, num_splits, heads["GROUP"], head_dim, q.device)
     out = torch.empty(batch, num_q_heads, head_dim, dtype=q.dtype, device=q.device)
     _sparse_decode_kernel[(num_splits, num_kv_heads, batch)](
         q, page_table, seq_lens, slots, pools, q if kv.scale is None else kv.scale, parts, stats, arrivals, out,
-        num_listed, window_size, sink_size, sm_scale * LOG2_E,
+        num_listed, window_size, sink_size, sm_scale * LOG2_E, page_table.shape[1],
         q.stride(0), q.stride(1), page_table.stride(0), pools.stride(0), pools.stride(1) if pools.shape[1] > 1 else 0,
         SLICE=slice_size, NUM_NEAR=num_near, BLOCK_P=triton.next_power_of_2(triton.cdiv(num_near + num_listed, num_splits)),
-        BLOCK_N=min(block_n or 64 // kv.dtype.itemsize, slice_size), NUM_STAGES=num_stages, num_warps=num_warps,
-        **kv_constants(kv, q.device), **heads,
+        BLOCK_T=table_block(page_table), BLOCK_N=min(block_n, slice_size), NUM_STAGES=num_stages, num_warps=num_warps,
+        **kv_constants(kv, q.device), **heads, **launch_overlap(overlaps, q.device),
     )  # fmt: skip
     return out
 

@@ -21,7 +21,8 @@ from qsa.kernels.paged_kv import PagedKV, capability
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 LOG2_E = 1.4426950408889634
 NUM_COUNTERS = 1 << 18
-COMBINED_AT_ONCE = 8192  # numbers of all splits that the last program holds, 64 a thread
+COMBINED_AT_ONCE = 128  # numbers of all splits that a thread of the last program holds
+TABLE_AT_ONCE = 1024  # pages of a table that a program holds
 
 
 def kv_type(dtype: torch.dtype) -> tl.dtype:
@@ -29,6 +30,17 @@ def kv_type(dtype: torch.dtype) -> tl.dtype:
     if dtype not in TYPES:
         raise ValueError(f"K and V must be one of {', '.join(map(str, TYPES))}, got {dtype}")
     return TYPES[dtype]
+
+
+def launch_overlap(overlaps: bool | None, device: torch.device) -> dict[str, Any]:
+    """Launch options, OVERLAPS among them, of kernels that may begin before the launch before them has ended.
+
+    Such a kernel waits before it reads what a kernel has written and before it writes, and lets the next begin only then.
+    None: on cards that can, from Hopper on.
+    """
+    if overlaps is None:
+        overlaps = capability(device) >= (9, 0)
+    return {"OVERLAPS": True, "launch_pdl": True} if overlaps else {"OVERLAPS": False}
 
 
 def casts_e4m3(device: torch.device) -> bool:
@@ -54,7 +66,13 @@ def product_type(kv: PagedKV) -> torch.dtype:
     return torch.float16 if kv.dtype == torch.float8_e4m3fn else kv.dtype
 
 
-def head_constants(num_q_heads: int, num_kv_heads: int, head_dim: int, num_splits: int) -> dict[str, int]:
+def table_block(page_table: torch.Tensor) -> int:
+    """BLOCK_T of load_table."""
+    block: int = triton.next_power_of_2(page_table.shape[1])
+    return block if block <= TABLE_AT_ONCE else 0
+
+
+def head_constants(num_q_heads: int, num_kv_heads: int, head_dim: int, num_splits: int, num_warps: int) -> dict[str, int]:
     """Kernel constants: GROUP query heads per KV head, sizes of tiles, and how the last program adds up the splits."""
     if num_q_heads % num_kv_heads:
         raise ValueError(f"num_q_heads ({num_q_heads}) must be a multiple of num_kv_heads ({num_kv_heads})")
@@ -69,7 +87,7 @@ def head_constants(num_q_heads: int, num_kv_heads: int, head_dim: int, num_split
         "BLOCK_D": block_d,
         "BLOCK_S": block_s,
         "BLOCK_G": block_g,
-        "BLOCK_C": min(block_d, max(1, COMBINED_AT_ONCE // (block_s * block_g))),
+        "BLOCK_C": min(block_d, max(1, COMBINED_AT_ONCE * 32 * num_warps // (block_s * block_g))),
     }
 
 
@@ -141,14 +159,28 @@ def split_workspace(rows: int, num_splits: int, group: int, head_dim: int, devic
 
 
 @triton.jit
+def load_table(pages_ptr, max_pages, BLOCK_T: tl.constexpr):
+    """What locate_slices takes of a sequence's pages: all their addresses, or a pointer to them if they are many (BLOCK_T 0).
+
+    It takes less time to read them all while the list is still unknown than to read those of the list after it.
+    """
+    if BLOCK_T > 0:
+        offs_t = tl.arange(0, BLOCK_T)
+        table = tl.load(pages_ptr + offs_t, mask=offs_t < max_pages, other=0)
+    else:
+        table = pages_ptr
+    return table
+
+
+@triton.jit
 def locate_slices(
-    places, indices, num_listed, seq_len, pages_ptr, kv_head, window_size, sink_size,
-    STORED: tl.constexpr, PAGE_SIZE: tl.constexpr, SLICE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    places, indices, num_listed, seq_len, table, kv_head, window_size, sink_size,
+    STORED: tl.constexpr, PAGE_SIZE: tl.constexpr, SLICE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Where the slices at some places of a list lie, and which of their tokens are attended: no token at two places.
 
     places: first the listed slices, then the sink's, then those that the window touches. indices: of the listed slices.
-    pages_ptr: the sequence's table.
+    table: the sequence's, from load_table.
 
     Returns addresses of K of one head, and the attended tokens' first and end within the slice; 0, 0 if there are none.
     """
@@ -162,7 +194,10 @@ def locate_slices(
     first = tl.maximum(first - start, 0)
     end = tl.minimum(end - start, SLICE)
     is_there &= first < end
-    address = tl.load(pages_ptr + start // PAGE_SIZE, mask=is_there, other=0)
+    if BLOCK_T > 0:
+        address = tl.gather(table, start // PAGE_SIZE, 0)
+    else:
+        address = tl.load(table + start // PAGE_SIZE, mask=is_there, other=0)
     row = kv_head.to(tl.int64) * (2 * PAGE_SIZE) + start % PAGE_SIZE
     address += row * (HEAD_DIM * (STORED.primitive_bitwidth // 8))
     return address, tl.where(is_there, first, 0), tl.where(is_there, end, 0)
@@ -187,10 +222,10 @@ def load_rows(
 ):  # fmt: skip
     """Rows of K or V as they are multiplied, 0 where masked: [len(rows), BLOCK_D]. load_scale says what they lack."""
     offs = rows[:, None] * HEAD_DIM + offs_d[None, :]
-    if BLOCK_D == HEAD_DIM:
-        stored = tl.load(base + offs, mask=mask_n[:, None], other=0)
-    else:
-        stored = tl.load(base + offs, mask=mask_n[:, None] & (offs_d < HEAD_DIM)[None, :], other=0)
+    mask = mask_n[:, None]
+    if BLOCK_D != HEAD_DIM:
+        mask &= (offs_d < HEAD_DIM)[None, :]
+    stored = tl.load(base + offs, mask=mask, other=0)
     if E4M3 == "cast":
         values = stored.to(tl.float8e4nv, bitcast=True).to(TYPE)
     elif E4M3 == "bits":  # sign, exponent and fraction at their places in a float16, which has 8 more below its exponent's 1
@@ -253,17 +288,18 @@ def finish_split(
         stats = stats_ptr + places[:, None] * (2 * GROUP) + offs_g[None, :]
         tops = tl.load(stats, mask=mask, other=-1.0e30, cache_modifier=".cg")  # [BLOCK_S, BLOCK_G]
         totals = tl.load(stats + GROUP, mask=mask, other=0.0, cache_modifier=".cg")
+        offs_r = ((places[:, None] * GROUP + offs_g[None, :]) * HEAD_DIM)[:, :, None] + offs_c[None, None, :]
+        mask_r = mask[:, :, None] & (offs_c < HEAD_DIM)[None, None, :]
+        parts = tl.load(parts_ptr + offs_r, mask=mask_r, other=0.0, cache_modifier=".cg")  # [BLOCK_S, BLOCK_G, BLOCK_C]
         weights = tl.exp2(tops - tl.max(tops, 0)[None, :])
         sums = tl.sum(weights * totals, 0)
         weights *= (v_scale / tl.where(sums > 0, sums, 1.0))[None, :]
-        for first in tl.range(0, HEAD_DIM, BLOCK_C):
-            mask_c = first + offs_c < HEAD_DIM
-            rows = (places[:, None] * GROUP + offs_g[None, :]) * HEAD_DIM + first
-            parts = tl.load(
-                parts_ptr + rows[:, :, None] + offs_c[None, None, :], mask=mask[:, :, None] & mask_c[None, None, :],
-                other=0.0, cache_modifier=".cg",
-            )  # fmt: skip  # [BLOCK_S, BLOCK_G, BLOCK_C]
+        for first in tl.static_range(0, HEAD_DIM, BLOCK_C):
+            if first > 0:
+                mask_r = mask[:, :, None] & (first + offs_c < HEAD_DIM)[None, None, :]
+                parts = tl.load(parts_ptr + offs_r + first, mask=mask_r, other=0.0, cache_modifier=".cg")
             out = tl.sum(parts * weights[:, :, None], 0)
             offs_o = (row * GROUP + offs_g)[:, None] * HEAD_DIM + first + offs_c[None, :]
-            tl.store(out_ptr + offs_o, out.to(out_ptr.dtype.element_ty), mask=mask_g[:, None] & mask_c[None, :])
+            mask_o = mask_g[:, None] & (first + offs_c < HEAD_DIM)[None, :]
+            tl.store(out_ptr + offs_o, out.to(out_ptr.dtype.element_ty), mask=mask_o)
         tl.store(arrivals_ptr + row, 0)

@@ -35,14 +35,15 @@ class Architecture:
 
 
 def resources(kernel: Any) -> dict[str, Any]:
-    """Shared memory of a compiled kernel in bytes, registers and spilled bytes a thread, and its kinds of global loads."""
+    """Shared memory of a compiled kernel in bytes, its warps, registers and spilled bytes a thread, and global loads."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
     loads = sorted(set(re.findall(r"ld\.global[\w.]*|cp\.async\.c[ag]", kernel.asm["ptx"])))
-    return {"shared": kernel.metadata.shared, "registers": int(registers), "spilled": int(stack), "loads": loads}
+    needs = {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps, "registers": int(registers)}
+    return {**needs, "spilled": int(stack), "loads": loads}
 
 
 def is_serialised(kernel: Any, capability: int) -> bool:
