@@ -18,6 +18,7 @@ import triton.language as tl
 
 from qsa.kernels.checks import FLOATS, check_tensor
 from qsa.kernels.kv_write_triton import rotate_halves
+from qsa.kernels.paged_kv import capability
 from qsa.kernels.registry import Operator, register
 
 TUNE = {
@@ -35,8 +36,11 @@ def _add_rms_norm_kernel(
     HAS_WEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,       # WIDTH rounded up to a power of two
+    BEGINS_NEXT: tl.constexpr,  # a product that may overlap this launch fetches its weights meanwhile
 ):  # fmt: skip
     # grid: (rows,)
+    if BEGINS_NEXT:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < WIDTH
@@ -137,6 +141,7 @@ def add_rms_norm(
     _add_rms_norm_kernel[(rows,)](
         x, parts, weight, y, eps, x.stride(0), stride_s, stride_r,
         NUM_PARTS=num_parts, HAS_WEIGHT=weight is not None, WIDTH=width, BLOCK=block,
+        BEGINS_NEXT=capability(x.device) >= (9, 0),
         num_warps=num_warps or max(1, min(16, block // 256)),
     )  # fmt: skip
     return y

@@ -57,6 +57,7 @@ TUNE_BYTES = [
     dict(block_n=64, block_k=128, num_warps=4, num_stages=4),
     dict(block_n=128, block_k=64, num_warps=4, num_stages=4, tile_n=64),
     dict(block_n=64, block_k=128, num_warps=4, num_stages=3, tile_n=64),
+    dict(pdl=True, prefetch=3),
 ]
 TUNE_NIBBLES = [
     dict(block_n=64, block_k=128, num_warps=4, num_stages=3, tile_n=64),
@@ -68,6 +69,7 @@ TUNE_NIBBLES = [
     dict(block_n=128, block_k=64, num_warps=8, num_stages=3, tile_n=64),
     dict(block_n=128, block_k=64, num_warps=8, num_stages=4, tile_n=64),
     dict(block_n=256, block_k=64, num_warps=8, num_stages=3, tile_n=64),
+    dict(pdl=True, prefetch=3),
 ]
 FEW_ROWS = 2 * BLOCK_M  # up to as many rows of a prompt are multiplied as those of a decode step are
 SCALES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}

@@ -34,7 +34,8 @@ class Launch:
         block_k:  numbers of a row it reads at a time; of packed weights, words of two bytes.
         splits:   parts that the columns are cut into.
         tile_n:   the weight is stored in tiles of as many rows and `block_k` columns, each in one piece; 1: row by row.
-        pdl:      the launch may begin before what precedes it has ended (Hopper); it waits for it before it reads activations.
+        pdl:      the launch may begin before the one before it has ended, and waits for it before it reads activations. It
+                  gains where the one before says early that the next may begin (Hopper and newer, else it is not done).
         prefetch: steps whose weights are fetched into the L2 cache while it waits.
     """
 
@@ -50,10 +51,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class CardSize:
-    """What decides how many programs run at once. shared_bytes: of a multiprocessor."""
+    """What launches go by. shared_bytes: of a multiprocessor; begins_early: whether a launch may overlap the one before it."""
 
     num_multiprocessors: int
     shared_bytes: int
+    begins_early: bool = False
 
     def programs(self, bytes_each: int, most: int) -> int:
         """Programs of that much shared memory that run at once, at most `most` on a multiprocessor."""
@@ -62,7 +64,8 @@ class CardSize:
 
 def card_size(device: torch.device) -> CardSize:
     """Of the card that holds a tensor."""
-    return CardSize(num_multiprocessors(device), SHARED_BYTES.get(capability(device), LEAST_SHARED_BYTES))
+    card = capability(device)
+    return CardSize(num_multiprocessors(device), SHARED_BYTES.get(card, LEAST_SHARED_BYTES), card >= (9, 0))
 
 
 def cut(tiles: int, num_steps: int, programs: int, most_splits: int = 8) -> int:
@@ -111,7 +114,7 @@ def make_launch(
         rows = w_steps * launch.block_n + launch.num_stages * columns_per_word * BLOCK_M
         programs = card.programs(itemsize * launch.block_k * rows, most_programs)
         splits = cut(triton.cdiv(out_features, launch.block_n), num_steps, programs)
-    return replace(launch, splits=min(splits, num_steps))
+    return replace(launch, splits=min(splits, num_steps), pdl=launch.pdl and card.begins_early)
 
 
 def store_in_tiles(weight: torch.Tensor, tile_n: int, block_k: int) -> torch.Tensor:
@@ -140,17 +143,18 @@ def prefetch_l2(ptrs):
 
 @triton.jit
 def begin(
-    w_ptr, rows, first, stride_w, stride_step,
+    w_ptr, rows, first, last, stride_w, stride_step,
     TILE_N: tl.constexpr, BLOCK_K: tl.constexpr, ITEM_BYTES: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """Wait for the launch before this one, if it may still run, and use the time. `first`: first step of the program."""
+    """Wait for the launch before this one, if it may still run, and use the time. [first, last): steps of the program."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         LINE: tl.constexpr = 128 // ITEM_BYTES
         if PREFETCH > 0:
             lines = tl.arange(0, BLOCK_K // LINE) * LINE
             for step in tl.static_range(PREFETCH):
-                prefetch_l2(weight_ptrs(w_ptr, rows, lines, stride_w, TILE_N, BLOCK_K) + (first + step) * stride_step)
+                ahead = tl.minimum(first + step, last - 1) * stride_step
+                prefetch_l2(weight_ptrs(w_ptr, rows, lines, stride_w, TILE_N, BLOCK_K) + ahead)
         tl.extra.cuda.gdc_wait()
 
 

@@ -42,15 +42,17 @@ TUNE = [
     dict(block_n=64, block_k=128, num_warps=4, num_stages=3),  # 60 KiB: three programs a multiprocessor
     dict(block_n=64, block_k=128, num_warps=4, num_stages=4),  # two
     dict(block_n=64, block_k=64, num_warps=4, num_stages=4),  # 40 KiB: five
-    dict(block_n=64, block_k=64, num_warps=4, num_stages=6),
     dict(block_n=64, block_k=256, num_warps=4, num_stages=2),
     dict(block_n=128, block_k=64, num_warps=4, num_stages=4),  # 72 KiB: three
-    dict(block_n=128, block_k=64, num_warps=8, num_stages=5),
+    dict(block_n=128, block_k=64, num_warps=4, num_stages=6),
     dict(block_n=128, block_k=128, num_warps=8, num_stages=2),
     dict(block_n=128, block_k=128, num_warps=8, num_stages=3),  # 108 KiB: two
-    dict(block_n=32, block_k=256, num_warps=4, num_stages=3),
+    dict(block_n=32, block_k=256, num_warps=4, num_stages=4, splits=1),
     dict(block_n=64, block_k=128, num_warps=4, num_stages=3, tile_n=64),
     dict(block_n=128, block_k=64, num_warps=4, num_stages=4, tile_n=64),
+    dict(block_n=128, block_k=128, num_warps=8, num_stages=3, tile_n=64),
+    dict(pdl=True),
+    dict(pdl=True, prefetch=3),
 ]  # parts of the columns: as `pick` cuts them
 
 
@@ -85,7 +87,7 @@ def _skinny_linear_kernel(
     first = split * num_steps // SPLITS
     last = (split + 1) * num_steps // SPLITS
     tl.assume(first < last)  # else the compiler has products wait for a zero that might be their sum
-    begin(w_ptr, rows, first, stride_w, stride_step, TILE_N, BLOCK_K, ITEM_BYTES, PDL, PREFETCH)
+    begin(w_ptr, rows, first, last, stride_w, stride_step, TILE_N, BLOCK_K, ITEM_BYTES, PDL, PREFETCH)
 
     w_ptrs = weight_ptrs(w_ptr, rows, offs_k, stride_w, TILE_N, BLOCK_K)
     x_ptrs = x_ptr + (offs_m.to(tl.int64) * stride_x)[:, None] + offs_k[None, :]

@@ -255,7 +255,7 @@ def byte_linear_kernel(
     first = split * num_steps // SPLITS
     last = (split + 1) * num_steps // SPLITS
     tl.assume(first < last)  # else the compiler has products wait for a zero that might be their sum
-    begin(w_ptr, rows, first, stride_w, stride_step, TILE_N, BLOCK_K, 2, PDL, PREFETCH)
+    begin(w_ptr, rows, first, last, stride_w, stride_step, TILE_N, BLOCK_K, 2, PDL, PREFETCH)
 
     w_ptrs = weight_ptrs(w_ptr, rows, offs_p, stride_w, TILE_N, BLOCK_K)
     x_ptrs = x_ptr + (offs_m.to(tl.int64) * stride_x)[:, None] + offs_k[None, :]
@@ -349,7 +349,7 @@ def nibble_linear_kernel(
     first = split * num_steps // SPLITS
     last = (split + 1) * num_steps // SPLITS
     tl.assume(first < last)  # else the compiler has products wait for a zero that might be their sum
-    begin(w_ptr, rows, first, stride_w, stride_step, TILE_N, BLOCK_K, 2, PDL, PREFETCH)
+    begin(w_ptr, rows, first, last, stride_w, stride_step, TILE_N, BLOCK_K, 2, PDL, PREFETCH)
 
     w_ptrs = weight_ptrs(w_ptr, rows, offs_p, stride_w, TILE_N, BLOCK_K)
     x_ptrs = x_ptr + (offs_m.to(tl.int64) * stride_x)[:, None] + offs_p[None, :]
