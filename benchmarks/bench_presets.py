@@ -36,7 +36,7 @@ from benchmarks.bench_quality import (
     fingerprint,
 )
 from benchmarks.plot_pareto import plot_pareto
-from benchmarks.quality_configs import GEOMETRIES, NO_PRESET, TWO, pareto, prefills, presets, scans_share
+from benchmarks.quality_configs import CALIBRATED, GEOMETRIES, TWO, pareto, prefills, presets, scans_share
 from benchmarks.quality_stage import DENSE, QualityStage, Scores
 from benchmarks.quality_texts import TEXTS, read_text
 from benchmarks.summary import Line, record, show
@@ -132,12 +132,15 @@ def update_csv(rows: Sequence[Mapping[str, Any]], path: Path = RESULTS / "qualit
 
 
 def preset_lines(rows: Sequence[dict[str, Any]]) -> list[Line]:
-    """Bars of every preset, in both geometries."""
+    """Bars of every preset, in both geometries; what the default keeps to stands under the names of bench_quality."""
     table, lines = Table(rows), []
-    for name in dict.fromkeys(row["config"] for row in rows if row["config"] not in (DENSE, NO_PRESET)):
+    for name in dict.fromkeys(row["config"] for row in rows if row["config"] != DENSE):
         for geometry in GEOMETRIES:
-            stem = f"operators.quality_{name}" if geometry == "default" else f"operators.quality_{name}_{geometry}"
-            for line in bars(table, name, geometry, stem):
+            tail = "" if geometry == "default" else f"_{geometry}"
+            if name == CALIBRATED:
+                lines += bars(table, name, geometry, f"model.quality{tail}_calibrated_scans")
+                continue
+            for line in bars(table, name, geometry, f"operators.quality_{name}{tail}"):
                 is_bar = name == "balanced" and not (geometry == "small" and line.name.endswith("copy_8k"))
                 lines.append(Line("_".join(line.name.rsplit(".", 1)), line.value, line.unit, line.bar if is_bar else None))
     return lines

@@ -24,11 +24,11 @@ from benchmarks import quality_protocols as protocols
 from benchmarks.plot_quality import plot_curve
 from benchmarks.quality_configs import (
     ARTICLE,
+    CALIBRATED,
     CONTROLS,
     DEFAULT,
     GEOMETRIES,
     SINKLESS,
-    THIRD,
     TWO,
     WINDOW,
     curve,
@@ -116,7 +116,11 @@ def run_task(job: tuple[Task, Path, Path, int]) -> list[dict[str, Any]]:
     spec, tokenizer = checkpoint.spec, checkpoint.tokenizer()
     scan_every = load_calibration(calibration, 0, 1).scan_every
     configs = curve() if task.geometry == "curve" else variants(task.geometry, scan_every)
-    wanted = {"prefill": (DEFAULT, "mean"), "copy": (DEFAULT, THIRD, *CONTROLS), "passkey": (DEFAULT, THIRD, *CONTROLS)}
+    wanted = {
+        "prefill": (DEFAULT, "mean"),
+        "copy": (DEFAULT, CALIBRATED, *CONTROLS),
+        "passkey": (DEFAULT, CALIBRATED, *CONTROLS),
+    }
     configs = {name: config for name, config in configs.items() if name in wanted.get(task.protocol, configs)}
     token_ids = tokenizer.encode(read_text(task.text, texts))
     stage = QualityStage(checkpoint, configs, calibration, min(FULL[task.context] + ROOM, spec.max_model_len))
@@ -223,12 +227,12 @@ def bars(table: Table, config: str, geometry: str, stem: str) -> list[Line]:
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> list[Line]:
-    """The rows of the summary: default and small geometry, also with a third of the scans, dense beside, controls counted."""
+    """The rows of the summary: default and small geometry, also with scans as calibrated, dense beside, controls counted."""
     table, lines = Table(rows), []
     for geometry in GEOMETRIES:
         stem = "model.quality" if geometry == "default" else f"model.quality_{geometry}"
         lines += bars(table, DEFAULT, geometry, stem)
-        lines += bars(table, THIRD, geometry, f"{stem}_third_of_scans")
+        lines += bars(table, CALIBRATED, geometry, f"{stem}_calibrated_scans")
         for line in bars(table, DENSE, geometry, f"{stem}_dense"):
             if "lookup" in line.name or "copy" in line.name or "passkey" in line.name:
                 lines.append(Line(line.name, line.value, line.unit))

@@ -14,7 +14,7 @@ GEOMETRIES = {
     "small": SparseConfig(window_size=256, block_size_fine=32, sink_size=32, top_k_fine=16, candidate_factor=4),
 }
 DEFAULT = "code"
-THIRD = "code, a third of the scans"
+CALIBRATED = "code, scans as calibrated"
 ARTICLE = "mean, blocks, no rerank"  # the article's selection
 WINDOW = "window and sink"
 SINKLESS = f"code{NO_SINK}"
@@ -32,7 +32,7 @@ BUDGETS = (4, 8, 16, 32, 48)  # slices of 64 tokens for the curve of accuracy ov
 def variants(geometry: str, scan_every: tuple[int, ...] | None) -> dict[str, SparseConfig]:
     """Everything that is compared in one geometry, by name, controls last."""
     base = GEOMETRIES[geometry]
-    found = {DEFAULT: base, THIRD: replace(base, reselect_every=scan_every or 4)}
+    found = {DEFAULT: base, CALIBRATED: replace(base, reselect_every=scan_every or 4)}
     found |= {
         "code, one list a layer": replace(base, list_per="layer"),
         "code, half the blocks": replace(base, propose="blocks", top_k_coarse=4),
@@ -74,40 +74,38 @@ def scans_share(config: SparseConfig, num_layers: int) -> float:
 
 
 def presets(geometry: str, scan_every: tuple[int, ...]) -> dict[str, SparseConfig]:
-    """The presets in one geometry, by name."""
+    """The presets in one geometry, by name; the one that is the default goes by its name in `variants`."""
     sizes = ("window_size", "block_size_fine", "sink_size", "top_k_fine")
     own = {name: getattr(GEOMETRIES[geometry], name) for name in sizes}
-    return {name: SparseSettings(preset=name, **own).resolve(True, scan_every) for name in PRESETS if name != NO_PRESET}
+    resolved = {name: SparseSettings(preset=name, **own).resolve(True, scan_every) for name in PRESETS}
+    return {CALIBRATED if name == NO_PRESET else name: config for name, config in resolved.items()}
 
 
 def pareto(scan_every: tuple[int, ...]) -> dict[str, SparseConfig]:
     """Choices of all costs in the small geometry, where the first stage is at work as at 256K.
 
-    A name says how many lists' worth of slices are proposed: to layers that scan at every step / to the others; 1 is not
-    reranked. Behind it how often they scan.
+    A name says how many lists' worth of slices are proposed: to the layers that scan often / to those that do so most rarely;
+    1 is not reranked. Behind it how often the three kinds of layers scan, where it is not as calibrated.
     """
     base, found = GEOMETRIES["small"], {}
+    kinds = sorted(set(scan_every))
 
-    def add(often: int, rare: int, every: int = 1, others: int = 16, times: int = 1) -> None:
-        intervals = tuple(every if interval == min(scan_every) else others for interval in scan_every)
-        factors = tuple(often if interval == min(scan_every) else rare for interval in scan_every)
+    def add(often: int, rare: int, scans: tuple[int, ...] | None = None, times: int = 1) -> None:
+        intervals = tuple((scans or kinds)[kinds.index(interval)] for interval in scan_every)
+        factors = tuple(rare if interval == kinds[-1] else often for interval in scan_every)
         name = f"{often}/{rare}" if often != rare else f"{often}"
-        name += f" in a list {times} times as long" if times > 1 else ""
-        name += f", scan {every}/{others}" if (every, others) != (1, 16) else ""
+        name += f" of a list {times} times as long" if times > 1 else ""
+        name += f", scan {'/'.join(map(str, scans))}" if scans else ""
         found[name] = replace(base, reselect_every=intervals, candidate_factor=factors, top_k_fine=times * base.top_k_fine)
 
-    for factor in (1, 2, 3, 4):
-        add(factor, factor)
-    for often, rare in ((2, 1), (3, 1), (4, 1), (3, 2), (4, 2), (6, 2)):
+    for often, rare in ((1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2), (6, 2), (3, 3), (4, 4)):
         add(often, rare)
-    for factor in (1, 2, 4):
-        add(factor, factor, every=2)
-    add(4, 2, every=2)
-    add(4, 2, others=8)
-    add(4, 2, others=32)
-    add(4, 4, others=1)
+    for scans in ((1, 1, 1), (1, 1, 16), (1, 2, 16), (1, 4, 32), (1, 4, 8), (2, 4, 16)):
+        add(4, 2, scans)
+    add(4, 4, (1, 1, 1))
+    add(3, 1, (1, 1, 16))
+    add(1, 1, (2, 4, 16))
     add(1, 1, times=2)
-    add(1, 1, times=2, every=2)
     return found
 
 

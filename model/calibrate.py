@@ -11,12 +11,14 @@ moment of the queries (one block a KV head) and S = M^(1/2) the answer is the pr
 project = S U / scale and query = S^-1 U scale, the scale making full use of int8.
 
 Retrieval layers: passages of the text are given again behind it, and each layer in turn loses all but sink and window.
-The layers whose loss changes the next token's distribution most scan at every decode step, the others rarely.
+The layers whose loss changes the next token's distribution most scan at every decode step, some more at every 4th, the
+others rarely.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -41,8 +43,8 @@ RANGE = 0.9999  # share of the keys whose codes fit int8 without being clipped
 RIDGE = 1e-4  # added to M, as a share of its mean diagonal
 
 PASSAGES, PASSAGE_TOKENS = 8, 40
-RETRIEVAL_SHARE = 0.3  # of the layers scan at every step
-RARELY = 16  # steps between two scans of the others
+# steps between two scans: of the sixth of the layers that matter most, of those up to three tenths, of all others
+SCAN_TIERS = ((1 / 6, 1), (0.3, 4), (1.0, 16))
 
 Progress = Callable[[str, int, int], None]
 
@@ -236,10 +238,13 @@ def ablate(model: StageModel, recorder: Recorder, token_ids: list[int], report: 
 
 
 def scan_intervals(losses: list[float]) -> tuple[int, ...]:
-    """Decode steps between two scans of each layer: 1 for the retrieval layers, those with the largest losses."""
-    count = max(1, round(RETRIEVAL_SHARE * len(losses)))
-    retrieval = sorted(range(len(losses)), key=lambda layer: -losses[layer])[:count]
-    return tuple(1 if layer in retrieval else RARELY for layer in range(len(losses)))
+    """Decode steps between two scans of each layer: the fewer, the larger its loss. One layer at least scans at every step."""
+    order = sorted(range(len(losses)), key=lambda layer: -losses[layer])
+    intervals = [1] * len(losses)
+    for (share, _), (_, every) in pairwise(SCAN_TIERS):
+        for layer in order[max(1, round(share * len(losses))) :]:
+            intervals[layer] = every
+    return tuple(intervals)
 
 
 def _prefill(model: StageModel, token_ids: list[int], report: Progress) -> None:

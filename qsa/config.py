@@ -89,7 +89,7 @@ class SparseSettings(FrozenModel):
         4, description="Proposed slices as a multiple of `top_k_fine`; one number, or one a layer."
     )
     candidate_factor_rare: int | None = Field(
-        None, gt=0, description="The same for layers that scan less often than others; default: `candidate_factor`."
+        None, gt=0, description="The same for the layers that scan most rarely; default: `candidate_factor`."
     )
     rerank: Literal["exact", "none"] = Field("exact", description="How the final list is chosen from the proposed pool.")
     reselect_every: int | tuple[int, ...] | Literal["auto"] = Field(
@@ -118,7 +118,8 @@ class SparseSettings(FrozenModel):
             values["reselect_every"] = scan_every or 1
         intervals, factor, rare = values["reselect_every"], self.candidate_factor, self.candidate_factor_rare
         if rare is not None and isinstance(factor, int) and isinstance(intervals, tuple):
-            values["candidate_factor"] = tuple(factor if every == min(intervals) else rare for every in intervals)
+            rarest = max(intervals) if min(intervals) < max(intervals) else None
+            values["candidate_factor"] = tuple(rare if every == rarest else factor for every in intervals)
         try:
             return SparseConfig(**values)
         except ValueError as error:

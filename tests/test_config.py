@@ -85,7 +85,7 @@ def test_scan_intervals_come_from_the_calibration_when_auto():
 def test_a_preset_fills_in_what_is_not_given():
     fast = SparseSettings(preset="fast")
     assert (fast.candidate_factor, fast.candidate_factor_rare) == (3, 1)
-    assert SparseSettings(preset="fast", candidate_factor=5).resolve(True, (1, 16, 1)).candidate_factor == (5, 1, 5)
+    assert SparseSettings(preset="fast", candidate_factor=5).resolve(True, (1, 16, 4)).candidate_factor == (5, 1, 5)
     assert SparseSettings(preset="quality").resolve(True, (1, 16)) == SparseSettings().resolve(True, (1, 16))
     config = make_config({"sparse": {2: {"preset": "balanced", "top_k_fine": 55}}})
     resolved = config.sparse[2].resolve(True, (16, 1))

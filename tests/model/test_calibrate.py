@@ -86,7 +86,9 @@ def test_queries_that_look_at_their_window_have_no_weight(rng):
 
 
 def test_layers_that_matter_scan_at_every_step():
-    assert scan_intervals([0.1, 3.0, 0.0, 2.0, 0.2, 0.0, 0.0]) == (16, 1, 16, 1, 16, 16, 16)
+    assert scan_intervals([0.1, 3.0, 0.0, 2.0, 0.2, 0.0, 0.0]) == (16, 1, 16, 4, 16, 16, 16)
+    found = scan_intervals([float(layer) for layer in range(30)])
+    assert found == (16,) * 21 + (4,) * 4 + (1,) * 5
     assert scan_intervals([0.0]) == (1,)
 
 
@@ -151,6 +153,6 @@ def test_the_default_models_file_is_shipped():
     calibration = load_calibration(ROOT / "model" / "data" / f"{model.name}.code.safetensors", 0, 30)
     assert calibration.project.shape == (30, 192, 24)
     assert calibration.query.shape == (30, 192, 24)
-    retrieval = [layer for layer, every in enumerate(calibration.scan_every) if every == 1]
-    assert len(retrieval) == 9
-    assert {7, 18, 20, 23} <= set(retrieval)
+    often = {every: {layer for layer, one in enumerate(calibration.scan_every) if one == every} for every in (1, 4, 16)}
+    assert [len(layers) for layers in often.values()] == [5, 4, 21]
+    assert {7, 18, 20, 23} <= often[1]

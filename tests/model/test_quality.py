@@ -30,7 +30,7 @@ FOUND = [  # name, digits of a lookup at 4K
     (DENSE, 0.85),
     ("default", 0.85),
     ("small", 0.85),
-    ("small, a third of the scans", 0.85),
+    ("small, scans as calibrated", 0.85),
     ("small, sketch", 0.85),
 ]
 
@@ -42,7 +42,7 @@ def configs() -> dict[str, SparseConfig]:
     return {
         "default": GEOMETRIES["default"],
         "small": small,
-        "small, a third of the scans": replace(small, reselect_every=scan_every),
+        "small, scans as calibrated": replace(small, reselect_every=scan_every),
         "small, sketch": replace(small, summary="sketch"),
         PREFILLED: small,
         ARTICLE: controls("default")[ARTICLE],
