@@ -148,7 +148,6 @@ def begin(
 ):  # fmt: skip
     """Wait for the launch before this one, if it may still run, and use the time. [first, last): steps of the program."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         LINE: tl.constexpr = 128 // ITEM_BYTES
         if PREFETCH > 0:
             lines = tl.arange(0, BLOCK_K // LINE) * LINE
@@ -156,6 +155,7 @@ def begin(
                 ahead = tl.minimum(first + step, last - 1) * stride_step
                 prefetch_l2(weight_ptrs(w_ptr, rows, lines, stride_w, TILE_N, BLOCK_K) + ahead)
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # only now: whoever begins may read what the launches before this one wrote
 
 
 @triton.jit
