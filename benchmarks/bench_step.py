@@ -22,9 +22,11 @@ from benchmarks import timing
 from benchmarks.gpu_cases import copy_rate
 from benchmarks.gpu_inputs import far_slices
 from benchmarks.summary import Line, record, show
+from qsa.config import SparseSettings
 from qsa.kernels.registry import SparseConfig
 from qsa.model.batch import Segment
 from qsa.model.build import build_stage
+from qsa.model.calibrate import scan_intervals
 from qsa.model.checkpoint.random import RandomCheckpoint, random_calibration
 from qsa.model.decode_graph import DecodeBuffers
 from qsa.model.rope import RopeSpec
@@ -32,7 +34,7 @@ from qsa.model.spec import ModelSpec
 
 BATCH, SEQ_LEN, CODE_DIM = 8, 262144, 64
 NUM_LAYERS, PERIOD, WARM, TIMED = 28, 16, 16, 32  # steps; a whole number of periods is timed
-SCANS = tuple(1 if layer % 3 == 1 else PERIOD for layer in range(NUM_LAYERS))  # a third of the layers scan every step
+SCANS = scan_intervals([layer * 11 % NUM_LAYERS for layer in range(NUM_LAYERS)])  # as if calibrated: 5 every step, 3 every 4th
 BARS = {  # milliseconds a step, by configuration and whether weights are quantised
     ("balanced_4096", False): "<= 5.7",
     ("fast_4096", False): "<= 4.9",
@@ -43,17 +45,14 @@ LAYER_BARS = {"balanced_4096": "<= 75", "fast_4096": "<= 45"}
 RATIO_BARS = {"balanced_4096": ">= 5.5", "fast_4096": ">= 6.5"}
 
 
-PRESETS = {"balanced": (4, 2), "fast": (3, 1)}  # as in qsa/config.py: slices of a pool for one that is attended, by layer
-
-
 def configurations() -> dict[str, SparseConfig]:
     base = SparseConfig(sink_size=64, reselect_every=SCANS, prefill_tile=128)
     found = {"dense": SparseConfig(dense=True)}
     for tokens in (4096, 8192):
         count = far_slices(tokens)
-        for name, (often, rare) in PRESETS.items():
-            factors = tuple(often if every == 1 else rare for every in SCANS)
-            found[f"{name}_{tokens}"] = replace(base, top_k_fine=count, candidate_factor=factors)
+        for name in ("balanced", "fast"):
+            preset = SparseSettings(preset=name, sink_size=64, prefill_tile=128, top_k_fine=count)
+            found[f"{name}_{tokens}"] = preset.resolve(True, SCANS)
         found[f"no_rerank_{tokens}"] = replace(base, top_k_fine=count, candidate_factor=1, rerank="none")
     return found
 
