@@ -127,26 +127,42 @@ def _rerank_scores_kernel(
 
 
 @triton.jit
+def count_from(bits, first, second, third):
+    """How many are at least `first`, `second` and `third`: three counts in one sum."""
+    WIDE: tl.constexpr = bits.shape[0] > 512
+    FIELD: tl.constexpr = 20 if WIDE else 10
+    TYPE: tl.constexpr = tl.int64 if WIDE else tl.int32
+    each = (bits >= first).to(TYPE) + ((bits >= second).to(TYPE) << FIELD) + ((bits >= third).to(TYPE) << (2 * FIELD))
+    counts = tl.sum(each, 0)
+    MASK: tl.constexpr = (1 << FIELD) - 1
+    return (counts & MASK).to(tl.int32), (counts >> FIELD & MASK).to(tl.int32), (counts >> (2 * FIELD)).to(tl.int32)
+
+
+@triton.jit
 def take_largest(shares, is_candidate, count):
     """Which candidates have the `count` largest shares, or all if there are no more; of equal shares the first.
 
-    The bits of positive floats order like the floats. The smallest share that is taken is found in them, four bits at a time
-    with 16 trials, until a trial parts exactly `count` from the rest. The first trials are half powers of two below the
-    largest share; only if all that they part are too few, the search begins at 0.
+    The bits of positive floats order like the floats. The smallest share that is taken is found in them, two bits at a time,
+    until a trial parts exactly `count` from the rest. It is looked for within eight powers of two below the largest share
+    first, and only if what they part is too few from 0 on.
     """
+    HALF_POWER: tl.constexpr = 1 << 22
     bits = tl.where(is_candidate, shares.to(tl.int32, bitcast=True), -1)
-    count = tl.minimum(count, tl.sum(is_candidate.to(tl.int32), 0))
-    offs_t = tl.arange(0, 16)
-    edge = tl.maximum(tl.max(bits, 0) - (15 << 22), 0)
-    shift = tl.full([], 22, tl.int32)
-    while shift >= 0:
-        trials = edge + (offs_t << shift)  # negative where they overflow
-        counts = tl.sum((bits[None, :] >= trials[:, None]).to(tl.int32), 1)
-        reaches = (counts >= count) & (trials >= 0)
-        last = tl.max(tl.where(reaches, offs_t * 2 + (counts == count).to(tl.int32), -1), 0)
-        edge = tl.where(last < 0, 0, edge + ((last >> 1) << shift))
-        following = tl.where(shift > 0, tl.maximum(shift - 4, 0), -2)
-        shift = tl.where(last < 0, 28, tl.where((last & 1) == 1, -1, following))
+    largest = tl.max(bits, 0)
+    far, near = tl.maximum(largest - 15 * HALF_POWER, 0), tl.maximum(largest - 7 * HALF_POWER, 0)
+    num_candidates, num_far, num_near = count_from(bits, 0, far, near)
+    count = tl.minimum(count, num_candidates)
+    edge = tl.where(num_near >= count, near, tl.where(num_far >= count, far, 0))
+    is_exact = (num_near == count) | ((num_near < count) & (num_far == count)) | (num_candidates == count)
+    edge = tl.where(num_candidates == count, 0, edge)
+    shift = tl.where(is_exact, -1, tl.where(num_far >= count, 23, 29))
+    while shift >= 0:  # the edge is from `edge` on and below edge + (4 << shift)
+        step = tl.full([], 1, tl.int32) << shift
+        first, second, third = count_from(bits, edge + step, edge + 2 * step, edge + 3 * step)
+        reached = (first >= count).to(tl.int32) + (second >= count).to(tl.int32) + (third >= count).to(tl.int32)
+        edge += reached * step
+        following = tl.where(shift > 0, tl.maximum(shift - 2, 0), -2)
+        shift = tl.where((first == count) | (second == count) | (third == count), -1, following)
     taken = bits >= edge
     if shift == -2:  # several are equal to the smallest that is taken, and not all of them have a place
         above = bits > edge
@@ -236,7 +252,7 @@ def _rerank_values_kernel(
     num_kept = (NUM_NEAR + top_k) * (split + 1) // NUM_SPLITS - first_kept
     kept = first_kept + offs_p  # numbers among what was chosen, then among what is near
     is_chosen = kept < top_k
-    found = tl.max(tl.where(ranks[None, :] == kept[:, None] + 1, offs_l[None, :], -1), 1)
+    found = tl.max(tl.where(ranks[:, None] == kept[None, :] + 1, offs_l[:, None], -1), 0)
     places = tl.where(is_chosen, found, tl.minimum(pool_size + kept - top_k, total_places - 1))
     is_kept = places >= 0
     places = tl.maximum(places, 0)
