@@ -1,6 +1,6 @@
 """Compiles all that a stage at the 7B shape launches for an architecture, without a GPU, and prints what each kernel needs.
 
-    python tests/compile_stage.py 90 fp8
+    python tests/compile_stage.py 90 fp8 int8              # capability, K and V, weights
 
 The stage is a real one, of one layer, on CPU tensors; its launches compile and run nothing. So types, sizes and alignments are
 those that a card will see, in every decode batch and in prompts near the start and far from it.
@@ -54,7 +54,7 @@ def pretend(capability: int) -> None:
 
 
 def main() -> None:
-    capability, kv_dtype = int(sys.argv[1]), sys.argv[2]
+    capability, kv_dtype, quantization = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     compiled = compile_launches(capability)
     pretend(capability)
     stage: Any = build_stage(
@@ -67,6 +67,7 @@ def main() -> None:
         sparse=SPARSE,
         calibration=random_calibration(SPEC, 64),
         kv_dtype=kv_dtype,
+        quantization=quantization,
         backend="triton",
     )
     needs: dict[str, dict[str, Any]] = {}

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # of a block
 EXPECTED = {  # some of what each part launches
-    "decode 0": {"_add_rms_norm_kernel", "_skinny_linear_kernel", "_decode_prepare_kernel", "_dense_decode_kernel"},
+    "decode 0": {"_add_rms_norm_kernel", "_decode_prepare_kernel", "_dense_decode_kernel"},
     "decode 1": {"_scan_codes_kernel", "_select_decode_kernel", "_rerank_scores_kernel", "_selection_figures_kernel"},
     "decode 2": {"_scan_sketch_kernel", "_update_sketch_kernel", "_sparse_decode_kernel"},
     "prefill 1": {"_prefill_prepare_kernel", "_prefill_codes_kernel", "_select_tiles_kernel", "_sparse_prefill_kernel"},
@@ -22,16 +22,16 @@ EXPECTED = {  # some of what each part launches
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("capability", "kv_dtype"), [(80, "auto"), (89, "fp8"), (90, "auto"), (90, "fp8")])
-def test_a_stage_compiles_and_fits(capability, kv_dtype, tmp_path):
+@pytest.mark.parametrize("case", ["80 auto auto", "80 auto int4", "89 fp8 fp8", "90 auto auto", "90 fp8 int8"])
+def test_a_stage_compiles_and_fits(case, tmp_path):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, Path(__file__).parent.parent / "compile_stage.py", str(capability), kv_dtype]
+    command = [sys.executable, Path(__file__).parent.parent / "compile_stage.py", *case.split()]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    needs = json.loads(done.stdout)
+    needs, limit = json.loads(done.stdout), SHARED_BYTES[int(case[:2])]
     for part, kernels in EXPECTED.items():
         assert kernels <= {name.split()[0] for name in needs if f" {part} " in name}, part
     for name, need in needs.items():
-        assert need["shared"] <= SHARED_BYTES[capability], (name, need)
-        assert need["spilled"] <= 32, (name, need)
+        assert need["shared"] <= limit, (name, need)
+        assert need["spilled"] <= 128, (name, need)

@@ -179,13 +179,13 @@ def test_two_stages_equal_one(checkpoint, device, gpu):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("options", [dict(dtype="float16"), dict(dtype="float16", kv_dtype="fp8")], ids=str)
+@pytest.mark.parametrize("options", [dict(), dict(kv_dtype="fp8"), dict(quantization="int8")], ids=str)
 def test_half_precision_is_near(options, checkpoint, device, reference):
-    """Logits of some tens; K and V in eight bits cost more than activations in sixteen."""
-    model = Model(checkpoint, device, **options)
+    """Logits of some tens; K, V or weights in eight bits cost more than activations in sixteen."""
+    model = Model(checkpoint, device, dtype="float16", **options)
     assert model.stages[0].cache.kv.page_size == (4096 if "kv_dtype" in options else 2048)
     got, want = model.run(0, steps=2), reference.run(0, steps=2)
-    assert (got - want).abs().mean() <= (0.1 if "kv_dtype" in options else 0.01) * want.abs().mean()
+    assert (got - want).abs().mean() <= (0.1 if options else 0.01) * want.abs().mean()
     model.stages[0].close()
 
 
