@@ -296,7 +296,7 @@ class GpuAttention:
         return step
 
     def write(self, local: int, qkv: torch.Tensor, step: PrefillStep, head_norm: torch.Tensor | None) -> torch.Tensor:
-        """Write K, V and summaries of a chunk in a layer of the stage. Returns q [num_tokens, num_q_heads, head_dim]."""
+        """Write K, V and summaries of a chunk in a layer of the stage. Returns q for `prefill`."""
         segment, kv = step.segment, self._paged[local]
         method = self._methods.get(segment.sparse_id)
         pages, summaries = self.cache.page_table[local, segment.slot], self.cache.summary_table[local, segment.slot]
@@ -309,10 +309,13 @@ class GpuAttention:
             first, last = segment.start // size, segment.end // size
             if first < last:
                 method.summary.update(local, pages, summaries, first, last, kv)
-        return q
+        return q if kv.scale is not None else q.to(kv.dtype)  # prefill attention runs in the type of the cache
 
     def prefill(self, local: int, q: torch.Tensor, step: PrefillStep) -> torch.Tensor:
-        """Attention of a chunk whose K, V and summaries are written: [num_tokens, num_q_heads * head_dim]."""
+        """Attention of a chunk whose K, V and summaries are written: [num_tokens, num_q_heads * head_dim] in q's type.
+
+        q: [num_tokens, num_q_heads, head_dim], from `write`.
+        """
         segment, tiles = step.segment, step.tiles
         pages = self.cache.page_table[local, segment.slot]
         heads: dict[str, Any] = dict(num_kv_heads=self.num_kv_heads, sm_scale=self.sm_scale, kv=self._paged[local])

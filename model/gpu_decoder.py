@@ -80,7 +80,7 @@ class GpuLayer:
 
     def finish(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The part after attention, for any rows of a chunk. Returns what the layer adds to x."""
-        normed = add_rms_norm(x, self._o.forward_prefill(attended), self._mlp_norm, self._eps)
+        normed = add_rms_norm(x, self._o.forward_prefill(attended.to(x.dtype)), self._mlp_norm, self._eps)
         added: torch.Tensor = self._down.forward_prefill(self._gate_up.forward_gated_prefill(normed))
         return added
 
