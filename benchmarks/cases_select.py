@@ -10,6 +10,7 @@ import torch
 from benchmarks.gpu_cases import SETS, Case
 from benchmarks.gpu_inputs import (
     BATCH,
+    CHUNK_BYTES,
     CODE_DIM,
     GROUP,
     HEAD_DIM,
@@ -25,6 +26,7 @@ from benchmarks.gpu_inputs import (
     WINDOW,
     far_slices,
     lengths,
+    make_kv,
     make_steps,
     projections,
     rows,
@@ -32,10 +34,13 @@ from benchmarks.gpu_inputs import (
 from qsa.kernels import block_select_triton, pointwise_triton
 from qsa.kernels.block_select_ref import block_select_ref
 from qsa.kernels.block_select_triton import select_decode, select_tiles
+from qsa.kernels.paged_kv import DecodeInputs
 from qsa.kernels.selection_figures_triton import selection_figures
+from qsa.kernels.summaries import sketch_triton, vectors_triton
 from qsa.kernels.summaries.code_ref import code_scan_ref
-from qsa.kernels.summaries.code_rows_triton import TUNE_ROWS, scan_code_rows
-from qsa.kernels.summaries.code_triton import TUNE_SCAN, quantise_queries, scan_codes
+from qsa.kernels.summaries.code_rows_triton import TUNE_ROWS, quantise_queries, scan_code_rows
+from qsa.kernels.summaries.code_triton import TUNE_SCAN, scan_codes
+from qsa.kernels.summaries.make import make_summary
 
 CHUNK, TILE = 8192, 128
 POOLS = (far_slices(4096), 2 * far_slices(4096), 4 * far_slices(4096), 4 * far_slices(8192))
@@ -82,7 +87,7 @@ def decode() -> Iterator[Case]:
 
         def check(out: torch.Tensor, count: int = count) -> tuple[float, float]:
             shape = (BATCH, NUM_KV_HEADS, GROUP, NUM_CANDIDATES)
-            want = block_select_ref(scores[0][:, :, :NUM_CANDIDATES].reshape(shape).cpu(), count)[0]
+            want = block_select_ref(scores[0][:, :, :NUM_CANDIDATES].reshape(shape).cpu(), count)
             same = (out.cpu().unsqueeze(-1) == want.unsqueeze(-2)).any(-1)
             return 1 - float(same.float().mean()), 0.001  # shares that differ in their last bits only
 
@@ -97,6 +102,33 @@ def decode() -> Iterator[Case]:
             chosen, chosen.clone(), edges, slots, seq_lens, sink_size=SINK, slice_size=SLICE, window_size=WINDOW
         ),
     )
+
+
+def other_summaries() -> Iterator[Case]:
+    """The scans of what `code` is measured against, of summaries made from K by their own operators."""
+    layer, seq_lens = make_kv(torch.float16), lengths()
+    q = [torch.randn(BATCH, NUM_Q_HEADS, HEAD_DIM, device="cuda").half() for _ in range(SETS)]
+    due = torch.ones(BATCH, dtype=torch.int32, device="cuda")
+    for name, tune in (
+        ("sketch", sketch_triton.TUNE_SCAN),
+        ("minmax", vectors_triton.TUNE_SCAN),
+        ("mean", vectors_triton.TUNE_SCAN),
+    ):
+        summary = make_summary(name, NUM_KV_HEADS, HEAD_DIM, SLICE, None, "triton")
+        chunks = -(-NUM_SLICES // summary.chunk_slices)  # type: ignore[attr-defined]
+        store = torch.zeros(BATCH * chunks, CHUNK_BYTES, dtype=torch.uint8, device="cuda")
+        table = store.data_ptr() + torch.randperm(len(store), device="cuda").view(BATCH, chunks) * CHUNK_BYTES
+        for row in range(BATCH):
+            summary.update(0, layer.page_table[row], table[row], 0, NUM_SLICES, layer.kv)
+        sizes: dict[str, Any] = dict(max_slices=NUM_SLICES, sink_size=SINK, window_size=WINDOW, sm_scale=SM_SCALE)
+        yield Case(
+            f"{name}_scan",
+            lambda one, launch, summary=summary, table=table, sizes=sizes: summary.scan(
+                0, DecodeInputs(q[one]), table, seq_lens, due, **sizes, **launch
+            ),
+            tune=tune,
+            bytes=BATCH * NUM_SLICES * summary.slice_bytes,
+        )
 
 
 def prefill() -> Iterator[Case]:
@@ -161,5 +193,6 @@ def pointwise() -> Iterator[Case]:
 
 def cases() -> Iterator[Case]:
     yield from decode()
+    yield from other_summaries()
     yield from prefill()
     yield from pointwise()

@@ -1,12 +1,12 @@
 """Causal attention of tiles of queries on a GPU, each tile over its own list of slices, the first slice and its window.
 
 One program attends a tile's queries of one head (or of a few heads of a group). It reads a list of addresses that
-tile_addresses has made beforehand: slice 0, the listed slices and the window's, in rising order. Those of the tile itself
-need a mask and come first, in a loop of their own; all others go through a loop without a mask.
+tile_addresses has made beforehand: slice 0, the listed slices and the window's, in rising order. All but the last of them
+lie before the tile and need no mask; they go through a loop without one, the slices of the tile itself through a second.
 
-That loop reads K and V in one of two ways: from their addresses (any card, any tier), or as boxes of rows of the pool
-through a tensor descriptor, which Hopper's copy unit fetches on its own (pages on the device only). It can be turned by
-half a step, so that Hopper's tensor cores multiply with the next K while the exponentials of this step are taken.
+The first loop reads K and V in one of two ways: from their addresses (any card, any tier), or as boxes of rows of the
+pool through a tensor descriptor, which Hopper's copy unit fetches on its own (pages on the device only). Masked slices first,
+or a loop turned by half a step so that products run beside exponentials, were measured on an H200: 8 % and 15 % slower.
 
 Reference: kernels/sparse_prefill_ref.py
 """
@@ -30,12 +30,11 @@ from qsa.kernels.tile_addresses_triton import list_addresses
 
 LOG2_E = 1.4426950408889634
 TUNE = [  # parameters of sparse_prefill worth timing: through addresses, then through a tensor descriptor
-    dict(use_tma=use_tma, slices_per_step=step, num_warps=warps, num_stages=stages, overlap=overlap)
-    for use_tma, options in (
-        (False, ((2, 8, 3, True), (2, 8, 2, True), (1, 8, 4, True), (2, 8, 3, False), (1, 4, 2, False))),
-        (True, ((1, 8, 4, True), (1, 8, 3, True), (1, 8, 4, False), (1, 4, 2, False), (1, 4, 3, False))),
-    )
-    for step, warps, stages, overlap in options
+    dict(use_tma=False, slices_per_step=2, num_warps=8, num_stages=3),
+    dict(use_tma=False, slices_per_step=2, num_warps=8, num_stages=2),
+    dict(use_tma=False, slices_per_step=1, num_warps=4, num_stages=2),
+    dict(use_tma=True, slices_per_step=1, num_warps=4, num_stages=2),
+    dict(use_tma=True, slices_per_step=1, num_warps=8, num_stages=3),
 ]
 
 
@@ -51,18 +50,13 @@ def as_multiplied(stored, TYPE: tl.constexpr, E4M3: tl.constexpr):
 
 @triton.jit
 def _load_slices(
-    rows, pool_base, address_0, address_1, offs_n, offs_d, row, MAY_BE_0: tl.constexpr,
+    rows, pool_base, address_0, address_1, offs_n, offs_d, row,
     STORED: tl.constexpr, TYPE: tl.constexpr, E4M3: tl.constexpr, TMA: tl.constexpr,
     SLICE: tl.constexpr, STEP: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """The numbers of whole slices, which begin `row` rows behind their addresses: [SLICE * STEP, BLOCK_D].
-
-    MAY_BE_0: address_0 may be 0, and what is loaded is 0 then.
-    """
+    """The numbers of whole slices, which begin `row` rows behind their addresses: [SLICE * STEP, BLOCK_D]."""
     if TMA:
         first = ((address_0 - pool_base) // (HEAD_DIM * STORED.primitive_bitwidth // 8)).to(tl.int32) + row
-        if MAY_BE_0:
-            first = tl.where(address_0 == 0, -SLICE, first)  # before the pool, where a descriptor reads zeros
         stored = rows.load([first, 0])
     else:
         if STEP == 1:
@@ -71,10 +65,7 @@ def _load_slices(
             address = tl.where(offs_n < SLICE, address_0, address_1)[:, None]
             base = tl.multiple_of(address.to(tl.pointer_type(STORED)), [16, 16])
         offs = (row + offs_n % SLICE)[:, None] * HEAD_DIM + offs_d[None, :]
-        mask = (offs_d < HEAD_DIM)[None, :]
-        if MAY_BE_0:
-            mask &= address_0 != 0
-        stored = tl.load(base + offs, mask=mask, other=0)
+        stored = tl.load(base + offs, mask=(offs_d < HEAD_DIM)[None, :], other=0)
     return as_multiplied(stored, TYPE, E4M3)
 
 
@@ -93,8 +84,7 @@ def _sparse_prefill_kernel(
     HEADS: tl.constexpr,       # query heads a program
     GROUP: tl.constexpr,       # query heads a KV head
     SLICE: tl.constexpr,
-    STEP: tl.constexpr,        # slices a step of the second loop; 1 with TMA
-    OVERLAP: tl.constexpr,     # products with K run beside the exponentials of the step before
+    STEP: tl.constexpr,        # slices a step of the first loop; 1 with TMA
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,     # HEAD_DIM rounded up to a power of two
@@ -127,13 +117,34 @@ def _sparse_prefill_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     whole = count // STEP * STEP
+    # Addresses are loaded a step ahead: a copy that waits for its address holds up everything behind it.
+    pool_base = pool_ptr.to(tl.int64) if TMA else 0
+    offs_n = tl.arange(0, BLOCK_N)
+    k_0 = tl.load(entries)
+    k_1 = tl.load(entries + STEP - 1)
+    for entry in tl.range(0, whole, STEP, num_stages=NUM_STAGES):
+        v_0 = k_0
+        v_1 = k_1
+        k = _load_slices(rows, pool_base, k_0, k_1, offs_n, offs_d, 0, STORED, TYPE, E4M3, TMA, SLICE, STEP, HEAD_DIM)
+        k_0 = tl.load(entries + entry + STEP)
+        k_1 = tl.load(entries + entry + 2 * STEP - 1)
+        logits = tl.dot(q, k.T, input_precision=PRECISION)
+        new_top = tl.maximum(top, tl.max(logits, 1) * qk_scale)
+        weights = tl.exp2(logits * qk_scale - new_top[:, None])
+        factor = tl.exp2(top - new_top)
+        top = new_top
+        total = total * factor + tl.sum(weights, 1)
+        v = _load_slices(
+            rows, pool_base, v_0, v_1, offs_n, offs_d, PAGE_SIZE, STORED, TYPE, E4M3, TMA, SLICE, STEP, HEAD_DIM
+        )  # fmt: skip
+        acc = tl.dot(weights.to(TYPE), v, acc * factor[:, None], input_precision=PRECISION)
+
     own_slice = tile_start // SLICE
     last_slice = (tl.minimum(tile_start + TILE, end) - 1) // SLICE
     offs_s = tl.arange(0, SLICE)
     offs_k = offs_s[:, None] * HEAD_DIM + offs_d[None, :]
     num_entries = count + last_slice - own_slice + 1
-    tl.assume(whole < num_entries)
-    for entry in tl.range(whole, num_entries, num_stages=NUM_STAGES):
+    for entry in tl.range(whole, num_entries, num_stages=min(NUM_STAGES, 2)):
         base = tl.multiple_of(tl.load(entries + entry).to(tl.pointer_type(STORED)), 16)
         tokens = (own_slice + entry - count) * SLICE + offs_s  # of what the first loop left over: some before the tile
         mask_k = (tokens < end)[:, None] & mask_d[None, :]
@@ -147,62 +158,6 @@ def _sparse_prefill_kernel(
         total = total * factor + tl.sum(weights, 1)
         v = as_multiplied(tl.load(base + PAGE_SIZE * HEAD_DIM + offs_k, mask=mask_k, other=0), TYPE, E4M3)
         acc = tl.dot(weights.to(TYPE), v, acc * factor[:, None], input_precision=PRECISION)
-
-    # Addresses are loaded a step ahead: a copy that waits for its address holds up everything behind it.
-    pool_base = pool_ptr.to(tl.int64) if TMA else 0
-    offs_n = tl.arange(0, BLOCK_N)
-    k_0 = tl.load(entries)
-    k_1 = tl.load(entries + tl.minimum(STEP, num_entries) - 1)
-    if OVERLAP:
-        # A step multiplies the weights of the step before with V, and starts the product with the next K before it
-        # takes exponentials. The first step has no logits yet, and the last product with K is not used.
-        logits = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
-        weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        v_0 = tl.zeros([], tl.int64)
-        v_1 = v_0
-        for entry in tl.range(0, whole + STEP, STEP, num_stages=NUM_STAGES):
-            v = _load_slices(
-                rows, pool_base, v_0, v_1, offs_n, offs_d, PAGE_SIZE, OVERLAP, STORED, TYPE, E4M3, TMA, SLICE, STEP, HEAD_DIM
-            )  # fmt: skip
-            acc = tl.dot(weights.to(TYPE), v, acc, input_precision=PRECISION)
-            new_top = tl.maximum(top, tl.max(logits, 1) * qk_scale)
-            weights = logits * qk_scale - new_top[:, None]
-            k = _load_slices(
-                rows, pool_base, k_0, k_1, offs_n, offs_d, 0, False, STORED, TYPE, E4M3, TMA, SLICE, STEP, HEAD_DIM
-            )
-            logits = tl.dot(q, k.T, input_precision=PRECISION)
-            weights = tl.exp2(weights)
-            factor = tl.exp2(top - new_top)
-            top = new_top
-            total = total * factor + tl.sum(weights, 1)
-            acc = acc * factor[:, None]
-            v_0 = tl.load(entries + entry - STEP, mask=entry > 0, other=0)
-            v_1 = tl.load(entries + entry - 1, mask=entry > 0, other=0)
-            k_0 = tl.load(entries + tl.minimum(entry + STEP, num_entries - 1))
-            k_1 = tl.load(entries + tl.minimum(entry + 2 * STEP - 1, num_entries - 1))
-        v = _load_slices(
-            rows, pool_base, v_0, v_1, offs_n, offs_d, PAGE_SIZE, OVERLAP, STORED, TYPE, E4M3, TMA, SLICE, STEP, HEAD_DIM
-        )  # fmt: skip
-        acc = tl.dot(weights.to(TYPE), v, acc, input_precision=PRECISION)
-    else:
-        for entry in tl.range(0, whole, STEP, num_stages=NUM_STAGES):
-            v_0 = k_0
-            v_1 = k_1
-            k = _load_slices(
-                rows, pool_base, k_0, k_1, offs_n, offs_d, 0, False, STORED, TYPE, E4M3, TMA, SLICE, STEP, HEAD_DIM
-            )
-            k_0 = tl.load(entries + entry + STEP)
-            k_1 = tl.load(entries + entry + 2 * STEP - 1)
-            logits = tl.dot(q, k.T, input_precision=PRECISION)
-            new_top = tl.maximum(top, tl.max(logits, 1) * qk_scale)
-            weights = tl.exp2(logits * qk_scale - new_top[:, None])
-            factor = tl.exp2(top - new_top)
-            top = new_top
-            total = total * factor + tl.sum(weights, 1)
-            v = _load_slices(
-                rows, pool_base, v_0, v_1, offs_n, offs_d, PAGE_SIZE, OVERLAP, STORED, TYPE, E4M3, TMA, SLICE, STEP, HEAD_DIM
-            )  # fmt: skip
-            acc = tl.dot(weights.to(TYPE), v, acc * factor[:, None], input_precision=PRECISION)
 
     factor = load_scale(kv_scale_ptr, kv_head, 1, HAS_SCALE, E4M3) / total
     offs_o = (token * stride_o_t + head * stride_o_h)[:, None] + offs_d[None, :]
@@ -229,7 +184,6 @@ def sparse_prefill(
     slices_per_step: int | None = None,
     num_warps: int | None = None,
     num_stages: int | None = None,
-    overlap: bool | None = None,
 ) -> torch.Tensor:
     """Attention of the queries at positions [start, end) of one sequence; K and V of these positions are in their pages.
 
@@ -240,7 +194,7 @@ def sparse_prefill(
                     any place; slice 0 and the window's are attended in any case, and once. None: everything.
         first:      position of the first tile's first query, a multiple of tile_size, at most `start`.
         pool:       what all pages of the sequence lie in, when all are on the device; needed for use_tma.
-        use_tma, heads, slices_per_step, num_warps, num_stages, overlap: how, not what; None: by the card. use_tma: a
+        use_tma, heads, slices_per_step, num_warps, num_stages: how, not what; None: by the card. use_tma: a
                     descriptor of the pool, on Hopper. heads: query heads that a program attends, a power of two.
 
     Returns:
@@ -274,7 +228,7 @@ def sparse_prefill(
         heads = 2 if tile_size < 128 and (group % 2 == 0 or group >= 7) else 1
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     options = launch_options(tile_size * heads, slice_size, rows is not None, kv.dtype, capability(q.device))
-    given = dict(slices_per_step=slices_per_step, num_warps=num_warps, num_stages=num_stages, overlap=overlap)
+    given = dict(slices_per_step=slices_per_step, num_warps=num_warps, num_stages=num_stages)
     options.update({name: value for name, value in given.items() if value is not None})
     if options["slices_per_step"] not in ((1, 2) if rows is None else (1,)):
         raise ValueError(f"a step reads 1 or 2 slices, by descriptor 1, got {options['slices_per_step']}")
@@ -284,7 +238,7 @@ def sparse_prefill(
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         **kv_constants(kv, q.device), TMA=rows is not None,
         TILE=tile_size, HEADS=heads, GROUP=group, SLICE=slice_size, STEP=options["slices_per_step"],
-        OVERLAP=bool(options["overlap"]), HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         NUM_STAGES=options["num_stages"],
         num_warps=options["num_warps"], num_stages=options["num_stages"],
     )  # fmt: skip
@@ -294,14 +248,14 @@ def sparse_prefill(
 def launch_options(num_rows: int, slice_size: int, is_tma: bool, dtype: torch.dtype, card: tuple[int, int]) -> dict[str, int]:
     """What is launched when the caller does not say: by the rows of a program, the type of K and V, the card."""
     if dtype == torch.float32:
-        return dict(slices_per_step=1, num_warps=8, num_stages=1, overlap=False)
+        return dict(slices_per_step=1, num_warps=8, num_stages=1)
     if card < (9, 0):
-        return dict(slices_per_step=1, num_warps=8, num_stages=2, overlap=False)
+        return dict(slices_per_step=1, num_warps=8, num_stages=2)
     if dtype == torch.float8_e4m3fn:  # converted K is written to shared memory, and a product with it is waited for
-        return dict(slices_per_step=1, num_warps=8 if num_rows >= 128 else 4, num_stages=3, overlap=False)
+        return dict(slices_per_step=1, num_warps=8 if num_rows >= 128 else 4, num_stages=3)
     if num_rows < 128:
-        return dict(slices_per_step=1, num_warps=4, num_stages=3, overlap=True)
-    return dict(slices_per_step=1 if is_tma or slice_size > 64 else 2, num_warps=8, num_stages=3, overlap=True)
+        return dict(slices_per_step=1, num_warps=4, num_stages=3)
+    return dict(slices_per_step=1 if is_tma or slice_size > 64 else 2, num_warps=8, num_stages=3)
 
 
 def describe_pool(pool: torch.Tensor, dtype: torch.dtype, slice_size: int, head_dim: int) -> Any:

@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 import torch
-from offline_gpu import compile_launches, is_serialised, resources
+from offline_gpu import compile_launches, resources
 
 from qsa.kernels import sparse_prefill_triton
 from qsa.kernels.dense_prefill_triton import gather_pages, merge_parts
@@ -61,8 +61,6 @@ def main() -> None:
         kernel = compiled.pop("_sparse_prefill_kernel")
         units = re.findall(r"wgmma\.mma_async|mma\.sync|cp\.async\.bulk\.tensor", kernel.asm["ptx"])
         needs[name] = {**resources(kernel), "units": sorted(set(units))}
-        if capability == 90:
-            needs[name]["serialised"] = is_serialised(kernel, capability)
     kv = PagedKV(torch.float8_e4m3fn, 512, torch.ones(4, 2))
     gather_pages(torch.zeros(512, dtype=torch.int64), 0, 65536, 4, 128, kv)
     part = torch.zeros(1, 28, 64, 128, dtype=torch.bfloat16), torch.zeros(1, 28, 64)

@@ -29,8 +29,8 @@ CASES = [  # num_q_heads, num_kv_heads, head_dim, start, end, tile_size, slice_s
 ]
 LOOPS = pytest.mark.parametrize(
     "how",
-    [dict(overlap=False), dict(overlap=True, slices_per_step=2), dict(overlap=True, use_tma=True)],
-    ids=["plain", "turned", "descriptor"],
+    [dict(slices_per_step=1), dict(slices_per_step=2), dict(use_tma=True)],
+    ids=["plain", "two", "descriptor"],
 )
 
 
@@ -103,10 +103,8 @@ HOW = [
     dict(heads=2),
     dict(heads=4),
     dict(num_warps=8),
-    dict(slices_per_step=2, overlap=False),
-    dict(slices_per_step=2, overlap=True),
-    dict(use_tma=True, overlap=False),
-    dict(use_tma=True, overlap=True),
+    dict(slices_per_step=2),
+    dict(use_tma=True),
 ]
 
 
