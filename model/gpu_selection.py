@@ -33,7 +33,7 @@ class DeviceSelection:
         self.chosen = self.pools if config.rerank == "none" else self.previous.clone()
 
     def pool(self, local: int, size: int) -> torch.Tensor:
-        """Pools of a layer of the stage that proposes `size` slices: [max_sequences, lists, size]; of a list's size, the lists."""
+        """Pools [max_sequences, lists, size] of a layer that proposes `size` slices; where that is a list's size, its lists."""
         lists = self.chosen if size == self.chosen.shape[-1] else self.pools
         return lists[local, :, :, :size]
 
