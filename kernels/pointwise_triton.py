@@ -18,11 +18,13 @@ import triton.language as tl
 
 from qsa.kernels.checks import FLOATS, check_tensor
 from qsa.kernels.kv_write_triton import rotate_halves
-from qsa.kernels.paged_kv import capability
 from qsa.kernels.registry import Operator, register
+from qsa.kernels.split_triton import launch_overlap
+
+FEW_ROWS = 16  # one sequence each, not a chunk of one
 
 TUNE = {
-    "add_rms_norm": [dict(num_warps=warps) for warps in (16, 8, 4)],
+    "add_rms_norm": [dict(), dict(num_warps=32), dict(num_warps=16, maxnreg=64), dict(num_warps=16), dict(overlaps=False)],
     "silu_multiply": [dict(block=block, num_warps=warps) for block in (1024, 2048, 4096) for warps in (4, 8)],
 }
 
@@ -36,17 +38,19 @@ def _add_rms_norm_kernel(
     HAS_WEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,       # WIDTH rounded up to a power of two
-    BEGINS_NEXT: tl.constexpr,  # a product that may overlap this launch fetches its weights meanwhile
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     # grid: (rows,)
-    if BEGINS_NEXT:
+    if OVERLAPS:  # a product after it that may begin fetches its weights meanwhile
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < WIDTH
-    x = tl.load(x_ptr + row * stride_x_r + offs, mask=mask, other=0.0)
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + offs, mask=mask, other=0.0)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * stride_x_r + offs, mask=mask, other=0.0)
     if NUM_PARTS > 0:
         total = tl.load(parts_ptr + row * stride_p_r + offs, mask=mask, other=0.0).to(tl.float32)
         for part in tl.static_range(1, NUM_PARTS):
@@ -110,6 +114,8 @@ def add_rms_norm(
     eps: float,
     *,
     num_warps: int | None = None,
+    maxnreg: int | None = None,
+    overlaps: bool | None = None,
 ) -> torch.Tensor:
     """Add a layer's result to the residual stream in place, and norm the sum.
 
@@ -117,6 +123,8 @@ def add_rms_norm(
         x:      [rows, width], updated to x + parts.sum(0)
         parts:  float32 [num_parts, rows, width], or one [rows, width] of a floating type, or None: x stays as it is.
         weight: [width] of a floating type, or None for ones
+        num_warps, maxnreg: warps, and registers a thread; None: what suits the number of rows.
+        overlaps: start before the launch before has ended; None: on cards that can, from Hopper on.
 
     Returns:
         RMSNorm of the new x, in its type, contiguous.
@@ -138,11 +146,12 @@ def add_rms_norm(
     if rows == 0:
         return y
     block = triton.next_power_of_2(width)
+    if num_warps is None and rows <= FEW_ROWS:  # registers for all parts, or some would be read only once others have come
+        num_warps, maxnreg = max(1, min(32, block // 128)), maxnreg or 64
     _add_rms_norm_kernel[(rows,)](
         x, parts, weight, y, eps, x.stride(0), stride_s, stride_r,
         NUM_PARTS=num_parts, HAS_WEIGHT=weight is not None, WIDTH=width, BLOCK=block,
-        BEGINS_NEXT=capability(x.device) >= (9, 0),
-        num_warps=num_warps or max(1, min(16, block // 256)),
+        num_warps=num_warps or max(1, min(16, block // 256)), maxnreg=maxnreg, **launch_overlap(overlaps, x.device),
     )  # fmt: skip
     return y
 
