@@ -156,23 +156,28 @@ class Bench:
         qkv = torch.randn(NUM_LAYERS, BATCH, width, device="cuda").to(self.stage.dtype)
 
         @torch.inference_mode()
-        def layers() -> None:
-            step = attention.begin(number, buffers)
+        def layers(scans_rare: bool) -> None:
+            step = attention.begin(number, buffers, scans_rare)
             for layer in range(NUM_LAYERS):
                 attention.decode(layer, qkv[layer], step, None)
 
         buffers.slots.copy_(torch.arange(BATCH))
         buffers.seq_lens.fill_(SEQ_LEN)
-        layers()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            layers()
+        graphs = {}
+        for scans_rare in attention.scan_forms(number):
+            layers(scans_rare)
+            torch.cuda.synchronize()
+            graphs[scans_rare] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[scans_rare]):
+                layers(scans_rare)
         runs = []
-        clock = getattr(attention._methods.get(number), "clock", None)
+        method = attention._methods.get(number)
         for _ in range(PERIOD + TIMED):
-            if clock is not None:
-                buffers.due.copy_(torch.from_numpy(clock.tick(list(range(BATCH)), [SEQ_LEN] * BATCH)))
+            graph = graphs[True]
+            if method is not None:
+                due = method.clock.tick(list(range(BATCH)), [SEQ_LEN] * BATCH)
+                buffers.due.copy_(torch.from_numpy(due))
+                graph = graph if due[method.is_rare].any() else graphs.get(False, graph)
             qkv.normal_()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -216,7 +221,8 @@ def main() -> None:
     bench = Bench(options, configs)
     began = time.perf_counter()
     for number in range(len(configs)):
-        bench.stage._steps.capture(number, BATCH)
+        for scans_rare in bench.stage.attention.scan_forms(number):
+            bench.stage._steps.capture(number, BATCH, scans_rare)
     print(f"captured in {time.perf_counter() - began:.0f} s, copy {rate:.0f} GB/s", flush=True)
     rows: list[dict[str, object]] = []
     lines: list[Line] = []

@@ -1,8 +1,9 @@
 """Decode steps at fixed addresses: a step reads static buffers, and on a card all its launches are one CUDA graph.
 
-There is a graph for every configuration and batch size of a few ("buckets"); a smaller batch leaves rows of the next bucket
-unused. The host fills a buffer in pinned memory, of which each bucket has several, and one asynchronous copy takes it over:
-nobody waits for anybody unless the host is that many steps ahead.
+There is a graph for every configuration and batch size of a few ("buckets"), and where some layers rarely scan, one for the
+steps in which none of them does; a smaller batch leaves rows of the next bucket unused. The host fills a buffer in pinned
+memory, of which each bucket has several, and one asynchronous copy takes it over: nobody waits for anybody unless the host is
+that many steps ahead.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class DecodeRows:
     Attributes:
         due:    int32 [num_layers, len(slots)], 1 where a layer scans in this step.
         places: of the rows among those of the step; None when they are all of them.
+        scans_rare: whether a layer that scans less often than others is due for any row.
     """
 
     sparse_id: int
@@ -33,6 +35,7 @@ class DecodeRows:
     seq_lens: Sequence[int]
     due: np.ndarray
     places: Sequence[int] | None = None
+    scans_rare: bool = True
 
 
 class DecodeBuffers:
@@ -143,7 +146,7 @@ class _Captured:
     figures: torch.Tensor | None
 
 
-Compute = Callable[[int, DecodeBuffers], tuple[torch.Tensor, torch.Tensor | None]]
+Compute = Callable[[int, DecodeBuffers, bool], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 class DecodeSteps:
@@ -162,13 +165,14 @@ class DecodeSteps:
         """Allocate the buffers.
 
         Args:
-            compute:     the launches of a step under a configuration: from buffers to hidden states or logits, a row a row of
-                         the buffers, and the figures of its selection, float32 [num_layers, batch, 5].
+            compute:     the launches of a step under a configuration, with or without scans in layers that rarely scan:
+                         from buffers to hidden states or logits, a row a row of the buffers, and the figures of its
+                         selection, float32 [num_layers, batch, 5].
             hidden_size: of the hidden states that come in; None on the first stage, which gets tokens.
         """
         self._compute, self._device = compute, device
         self._buckets = {size: _Bucket(size, num_layers, hidden_size, dtype, device) for size in bucket_sizes(max_sequences)}
-        self._graphs: dict[tuple[int, int], _Captured] = {}
+        self._graphs: dict[tuple[int, int, bool], _Captured] = {}
         is_cuda = device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if is_cuda else None
         self._side = torch.cuda.Stream(device) if is_cuda else None
@@ -202,9 +206,9 @@ class DecodeSteps:
             target = buffers.token_ids if buffers.hidden is None else buffers.hidden
             given = given.to(self._device, non_blocking=True)
             target[:count] = given if rows.places is None else given.index_select(0, buffers.places[:count])
-        captured = self._graphs.get((rows.sparse_id, size))
+        captured = self._graphs.get((rows.sparse_id, size, rows.scans_rare))
         if captured is None:
-            out, figures = self._compute(rows.sparse_id, buffers)
+            out, figures = self._compute(rows.sparse_id, buffers, rows.scans_rare)
         else:
             captured.graph.replay()
             out, figures = captured.out, captured.figures
@@ -218,23 +222,23 @@ class DecodeSteps:
         return out, host, buffers.places[:count]
 
     @torch.inference_mode()
-    def capture(self, sparse_id: int, size: int) -> None:
+    def capture(self, sparse_id: int, size: int, scans_rare: bool = True) -> None:
         """Compile what a step launches, and on a card make a graph of it. No row is used: nothing is written."""
         buffers = self._buckets[size].buffers
         buffers.ints.zero_()
         if self._side is None:
-            self._compute(sparse_id, buffers)
+            self._compute(sparse_id, buffers, scans_rare)
             return
         side = self._side
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
-            self._compute(sparse_id, buffers)
+            self._compute(sparse_id, buffers, scans_rare)
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out, figures = self._compute(sparse_id, buffers)
+            out, figures = self._compute(sparse_id, buffers, scans_rare)
         graph.replay()  # the first one takes the graph to the device
-        self._graphs[sparse_id, size] = _Captured(graph, out, figures)
+        self._graphs[sparse_id, size, scans_rare] = _Captured(graph, out, figures)
 
     def close(self) -> None:
         """Give buffers and graphs back."""

@@ -41,6 +41,7 @@ class DecodeStep:
     Attributes:
         page_table, summary_table: int64 [num_layers, batch, ..], the rows' lines of the cache's tables.
         due:                       int32 [num_layers, batch]
+        scans_rare:                whether layers that scan less often than others launch a scan.
     """
 
     sparse_id: int
@@ -49,6 +50,7 @@ class DecodeStep:
     due: torch.Tensor
     page_table: torch.Tensor
     summary_table: torch.Tensor
+    scans_rare: bool = True
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class _Method:
     def __init__(self, config: SparseConfig, summary: Any, state: DeviceSelection, clock: ScanClock) -> None:
         self.config, self.summary, self.state, self.clock = config, summary, state, clock
         size, is_coarse = config.block_size_fine, config.propose == "blocks"
+        self.is_rare = clock.is_rare
         self.near: dict[str, Any] = dict(slice_size=size, window_size=config.window_size)
         self.select: dict[str, Any] = dict(
             per_layer=config.list_per == "layer",
@@ -203,13 +206,20 @@ class GpuAttention:
             for slot, seq_len in zip(slots, seq_lens):
                 self._figures.add(SlotSelection(slot, *(float(self.num_layers * seq_len),) * 2))
             return DecodeRows(sparse_id, slots, seq_lens, np.zeros((self.num_layers, len(slots)), np.int32), places)
-        return DecodeRows(sparse_id, slots, seq_lens, method.clock.tick(slots, seq_lens), places)
+        due = method.clock.tick(slots, seq_lens)
+        scans_rare = not method.is_rare.any() or bool(due[method.is_rare].any())
+        return DecodeRows(sparse_id, slots, seq_lens, due, places, scans_rare)
 
-    def begin(self, sparse_id: int, buffers: DecodeBuffers) -> DecodeStep:
+    def scan_forms(self, sparse_id: int) -> tuple[bool, ...]:
+        """With or without scans in layers that rarely scan: the forms of a configuration's decode steps."""
+        method = self._methods.get(sparse_id)
+        return (True, False) if method is not None and method.is_rare.any() else (True,)
+
+    def begin(self, sparse_id: int, buffers: DecodeBuffers, scans_rare: bool = True) -> DecodeStep:
         """What the layers of a step share, from its buffers."""
         slots = buffers.slots
         tables = (table.index_select(1, slots) for table in (self.cache.page_table, self.cache.summary_table))
-        return DecodeStep(sparse_id, slots, buffers.seq_lens, buffers.due, *tables)
+        return DecodeStep(sparse_id, slots, buffers.seq_lens, buffers.due, *tables, scans_rare=scans_rare)
 
     def decode(self, local: int, qkv: torch.Tensor, step: DecodeStep, head_norm: torch.Tensor | None) -> torch.Tensor:
         """Write the new tokens' K, V and summaries in a layer of the stage, then attend.
@@ -236,16 +246,17 @@ class GpuAttention:
             return dense_decode(inputs.q, pages, seq_lens, **heads).flatten(1)
         config, state, near = method.config, method.state, method.near
         method.summary.update_decode(local, pages, summaries, seq_lens, kv)
-        scores = method.summary.scan(
-            local, inputs, summaries, seq_lens, step.due[local],
-            max_slices=cdiv(self.cache.max_seq_len, config.block_size_fine),
-            sink_size=config.sink_size, window_size=config.window_size, sm_scale=self.sm_scale,
-        )  # fmt: skip
         pools = state.pool(local, config.pool_size(self.first_layer + local))
-        select_decode(
-            scores, seq_lens, step.due[local], slots, pools, state.edges[local],
-            num_kv_heads=self.num_kv_heads, **near, **method.select,
-        )  # fmt: skip
+        if step.scans_rare or not method.is_rare[local]:
+            scores = method.summary.scan(
+                local, inputs, summaries, seq_lens, step.due[local],
+                max_slices=cdiv(self.cache.max_seq_len, config.block_size_fine),
+                sink_size=config.sink_size, window_size=config.window_size, sm_scale=self.sm_scale,
+            )  # fmt: skip
+            select_decode(
+                scores, seq_lens, step.due[local], slots, pools, state.edges[local],
+                num_kv_heads=self.num_kv_heads, **near, **method.select,
+            )  # fmt: skip
         if pools.shape[-1] == config.top_k_fine:
             out = sparse_decode(inputs.q, pages, seq_lens, slots, pools, sink_size=config.sink_size, **near, **heads)
         else:

@@ -270,14 +270,16 @@ class GpuStageModel:
         self.attention.count(plan, figures)
         return out, places
 
-    def _decode_rows(self, sparse_id: int, buffers: DecodeBuffers) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _decode_rows(
+        self, sparse_id: int, buffers: DecodeBuffers, scans_rare: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The launches of a decode step: hidden states or logits, and the figures of its selection."""
         if self._embedding is not None:
             x = self._embedding.index_select(0, buffers.token_ids)
         else:
             assert buffers.hidden is not None
             x = buffers.hidden
-        step = self.attention.begin(sparse_id, buffers)
+        step = self.attention.begin(sparse_id, buffers, scans_rare)
         parts: torch.Tensor | None = None
         for layer in self._layers:
             parts = layer.decode(x, parts, self.attention, step)

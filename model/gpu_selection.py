@@ -52,6 +52,11 @@ class ScanClock:
         self._intervals = np.array([[config.scan_interval(first_layer + layer)] for layer in range(num_layers)])
         self._scanned: dict[int, int] = {}
 
+    @property
+    def is_rare(self) -> np.ndarray:
+        """bool [num_layers], layers that scan less often than others."""
+        return (self._intervals > self._intervals.min())[:, 0]
+
     def forget(self, slot: int) -> None:
         """The slot's next decode step counts as its first."""
         self._scanned.pop(slot, None)

@@ -41,7 +41,12 @@ def warm_up(model: GpuStageModel, steps: DecodeSteps, prefill_chunk: int, report
     if cache.stats().num_sequences:
         raise RuntimeError("a stage is warmed up before its first sequence, but slots are open")
     prompts = {number: _pieces(model, number, prefill_chunk) for number in sparse}
-    graphs = [(number, size) for size in steps.sizes for number in sparse]
+    graphs = [
+        (number, size, scans_rare)
+        for size in steps.sizes
+        for number in sparse
+        for scans_rare in model.attention.scan_forms(number)
+    ]
     total = sum(map(len, prompts.values())) + len(graphs) + 1
     done = 0
 
@@ -54,8 +59,8 @@ def warm_up(model: GpuStageModel, steps: DecodeSteps, prefill_chunk: int, report
     with torch.inference_mode():
         for number, pieces in prompts.items():
             _prefill(model, number, pieces, step)
-        for number, size in graphs:
-            steps.capture(number, size)
+        for number, size, scans_rare in graphs:
+            steps.capture(number, size, scans_rare)
             step(f"decode, configuration {number}, batch {size}")
         if model.is_last:
             _sample(model)
