@@ -44,12 +44,12 @@ from qsa.kernels.split_triton import (
 TUNE = [  # the 7B shape with 8 sequences has 32 lists: programs of either launch all fit at once
     dict(),
     dict(value_warps=2),
-    dict(value_warps=2, value_stages=3),
+    dict(value_stages=3),
     dict(value_stages=6),
     dict(value_splits=16, value_warps=2),
     dict(score_stages=4),
-    dict(score_splits=12, score_stages=4),
-    dict(score_splits=16, score_stages=3, score_warps=2),
+    dict(score_splits=20),
+    dict(score_warps=2),
 ]
 
 

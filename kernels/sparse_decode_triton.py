@@ -139,7 +139,7 @@ def sparse_decode(
     window_size: int,
     sm_scale: float,
     num_splits: int = 8,
-    block_n: int = 64,
+    block_n: int | None = None,
     num_warps: int | None = None,
     num_stages: int = 3,
     overlaps: bool | None = None,
@@ -154,7 +154,7 @@ def sparse_decode(
         slots:      int32 or int64 [batch], which lists are a row's.
         pools:      int32 [slots, num_kv_heads or 1, num_listed], padded with -1.
         num_splits: programs that share a list.
-        block_n:    tokens attended at a time.
+        block_n:    tokens attended at a time; None: what suits the type of K and V, like num_warps.
         overlaps:   start before the launch before has ended; None: on cards that can, from Hopper on.
 
     Returns:
@@ -165,6 +165,7 @@ def sparse_decode(
     num_near, num_listed = num_near_slices(window_size, slice_size), pools.shape[2]
     num_splits = min(num_splits, num_near + num_listed)
     num_warps = num_warps or (2 if kv.dtype.itemsize == 2 else 4)
+    block_n = min(block_n or (64 if kv.dtype.itemsize <= 2 else 16), slice_size)
     heads = head_constants(num_q_heads, num_kv_heads, head_dim, num_splits, num_warps)
     parts, stats, arrivals = split_workspace(batch * num_kv_heads, num_splits, heads["GROUP"], head_dim, q.device)
     out = torch.empty(batch, num_q_heads, head_dim, dtype=q.dtype, device=q.device)
@@ -173,7 +174,7 @@ def sparse_decode(
         num_listed, window_size, sink_size, sm_scale * LOG2_E, page_table.shape[1],
         q.stride(0), q.stride(1), page_table.stride(0), pools.stride(0), pools.stride(1) if pools.shape[1] > 1 else 0,
         SLICE=slice_size, NUM_NEAR=num_near, BLOCK_P=triton.next_power_of_2(triton.cdiv(num_near + num_listed, num_splits)),
-        BLOCK_T=table_block(page_table), BLOCK_N=min(block_n, slice_size), NUM_STAGES=num_stages, num_warps=num_warps,
+        BLOCK_T=table_block(page_table), BLOCK_N=block_n, NUM_STAGES=num_stages, num_warps=num_warps,
         **kv_constants(kv, q.device), **heads, **launch_overlap(overlaps, q.device),
     )  # fmt: skip
     return out
