@@ -125,7 +125,8 @@ def dense_decode(
         page_table: int64 [batch, max_pages], address of each page `[num_kv_heads][K|V][page_size][head_dim]` of this layer.
         seq_lens:   int32 or int64 [batch], the query's token included; 0 for a row that attends to nothing.
         num_splits: programs that share a sequence and KV head.
-        overlaps:   start before the launch before has ended; None: on cards that can, from Hopper on.
+        overlaps:   start before the launch before has ended; None: on cards that can, from Hopper on. What
+                    it writes may not be seq_lens.
 
     Returns:
         [batch, num_q_heads, head_dim]; zeros for a row that attends to nothing.

@@ -155,7 +155,8 @@ def sparse_decode(
         pools:      int32 [slots, num_kv_heads or 1, num_listed], padded with -1.
         num_splits: programs that share a list.
         block_n:    tokens attended at a time; None: what suits the type of K and V, like num_warps.
-        overlaps:   start before the launch before has ended; None: on cards that can, from Hopper on.
+        overlaps:   start before the launch before has ended; None: on cards that can, from Hopper on. What the launch
+                    before writes may be q, K, V and pools, but not page_table, seq_lens or slots.
 
     Returns:
         [batch, num_q_heads, head_dim]; zeros for a row that attends to nothing.
