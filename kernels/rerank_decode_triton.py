@@ -324,8 +324,8 @@ def rerank_decode(
         slots:      int32 or int64 [batch], which pool and list are a row's.
         pools:      int32 [slots, num_kv_heads or 1, pool_size], rising, padded with -1.
         chosen:     int32 [slots, num_kv_heads or 1, top_k], written for rows that attend: rising, padded with -1.
-        overlaps:   start each launch before the one before it has ended; None: on cards that can, from Hopper on. What the launch
-                    before writes may be q, K, V and pools, but not page_table, seq_lens or slots.
+        overlaps:   start each launch before the one before it has ended; None: on cards that can, from Hopper on. What the
+                    launch before writes may be q, K, V and pools, but not page_table, seq_lens or slots.
 
     Returns:
         [batch, num_q_heads, head_dim]; zeros for a row that attends to nothing.
