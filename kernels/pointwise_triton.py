@@ -21,7 +21,7 @@ from qsa.kernels.kv_write_triton import rotate_halves
 from qsa.kernels.registry import Operator, register
 from qsa.kernels.split_triton import launch_overlap
 
-FEW_ROWS = 16  # one sequence each, not a chunk of one
+FEW_ROWS = 256  # more than any decode step has, so that a row has the same bits in any company
 
 TUNE = {
     "add_rms_norm": [dict(), dict(num_warps=32), dict(num_warps=16, maxnreg=64), dict(num_warps=16), dict(overlaps=False)],
@@ -78,6 +78,8 @@ def _silu_multiply_kernel(
     mask = offs < WIDTH
     gate = tl.load(x_ptr + row * stride_x_r + offs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * stride_x_r + WIDTH + offs, mask=mask, other=0.0).to(tl.float32)
+    if out_ptr.dtype.element_ty == tl.float32:  # a card's exponential has a few more wrong bits than float32 has to spare
+        gate = gate.to(tl.float64)
     tl.store(out_ptr + row * WIDTH + offs, gate / (1.0 + tl.exp(-gate)) * up, mask=mask)
 
 
