@@ -218,8 +218,8 @@ class GpuAttention:
     def begin(self, sparse_id: int, buffers: DecodeBuffers, scans_rare: bool = True) -> DecodeStep:
         """What the layers of a step share, from its buffers."""
         slots = buffers.slots
-        tables = (table.index_select(1, slots) for table in (self.cache.page_table, self.cache.summary_table))
-        return DecodeStep(sparse_id, slots, buffers.seq_lens, buffers.due, *tables, scans_rare=scans_rare)
+        pages, summaries = (table.index_select(1, slots) for table in (self.cache.page_table, self.cache.summary_table))
+        return DecodeStep(sparse_id, slots, buffers.seq_lens, buffers.due, pages, summaries, scans_rare)
 
     def decode(self, local: int, qkv: torch.Tensor, step: DecodeStep, head_norm: torch.Tensor | None) -> torch.Tensor:
         """Write the new tokens' K, V and summaries in a layer of the stage, then attend.
