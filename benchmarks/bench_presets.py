@@ -27,7 +27,6 @@ from benchmarks.bench_quality import (
     FULL,
     KEYS,
     PREFILL_CHUNK,
-    PREFILLED,
     ROOM,
     Table,
     Task,
@@ -37,7 +36,8 @@ from benchmarks.bench_quality import (
 )
 from benchmarks.plot_pareto import plot_pareto
 from benchmarks.quality_configs import CALIBRATED, GEOMETRIES, TWO, pareto, prefills, presets, scans_share
-from benchmarks.quality_stage import DENSE, QualityStage, Scores
+from benchmarks.quality_protocols import Document
+from benchmarks.quality_stage import DENSE, SOURCE, QualityStage, Scores, score
 from benchmarks.quality_texts import TEXTS, read_text
 from benchmarks.summary import Line, record, show
 from benchmarks.timing import RESULTS, commit, machine
@@ -48,6 +48,8 @@ from qsa.model.checkpoint.load import open_checkpoint, resolve_model
 
 KEYS_OF_ROW = ("protocol", "text", "context", "keys", "geometry", "config")
 PREFILL_BAR = 0.02
+THEN_DENSE = ", decoded densely"
+CARD_TILES = "tile 128, 8 samples, 2 lists"
 
 
 def preset_tasks() -> list[Task]:
@@ -64,8 +66,8 @@ def configurations(task: Task, scan_every: tuple[int, ...]) -> dict[tuple[str, s
     """By geometry and name."""
     if task.geometry == "pareto":
         return {("pareto", name): config for name, config in pareto(scan_every).items()}
-    if task.geometry == "prefill":
-        return {("prefill", name): config for name, config in prefills(scan_every).items()}
+    if task.protocol == "prefill":
+        return {(task.geometry, name): config for name, config in prefills(task.geometry, scan_every).items()}
     return {(geometry, name): config for geometry in GEOMETRIES for name, config in presets(geometry, scan_every).items()}
 
 
@@ -85,19 +87,17 @@ def run_task(task: Task, texts: Path, calibration: Path) -> list[dict[str, Any]]
     stage = QualityStage(checkpoint, joined, calibration, min(FULL[task.context] + ROOM, spec.max_model_len))
     totals: dict[str, Scores] = {}
     for document in documents(task, token_ids, tokenizer.encode):
-        if task.protocol == "prefill":
-            found = {}
-            for name in names:
-                found[DENSE], found[name] = stage.measure_prefill(document, name, PREFILL_CHUNK)
-        else:
-            found = stage.measure(document)
+        found = measure_tiles(stage, document) if task.protocol == "prefill" else stage.measure(document)
         totals = {name: totals.get(name, Scores()) + scores for name, scores in found.items()}
     stage.close()
     rows = []
     for name, scores in totals.items():
+        decoded_densely = name.endswith(THEN_DENSE)
+        name = name.removesuffix(THEN_DENSE)
         geometries = (names[name][0],) if name != DENSE else tuple(dict.fromkeys(geometry for geometry, _ in configs))
         for geometry in geometries:
-            row: dict[str, Any] = {"protocol": task.protocol, "text": task.text, "context": task.context, "keys": task.keys}
+            protocol = f"{task.protocol}{THEN_DENSE}" if decoded_densely else task.protocol
+            row: dict[str, Any] = {"protocol": protocol, "text": task.text, "context": task.context, "keys": task.keys}
             row |= {"geometry": geometry, "config": DENSE, "attended": FULL[task.context], "scans": 0.0, "summary_bytes": 0.0}
             if name != DENSE:
                 config = joined[name]
@@ -111,6 +111,21 @@ def run_task(task: Task, texts: Path, calibration: Path) -> list[dict[str, Any]]
     kept.write_text(json.dumps(rows))
     print(f"{' '.join(map(str, astuple(task)))}: {time.perf_counter() - begin:.0f} s", flush=True)
     return rows
+
+
+def measure_tiles(stage: QualityStage, document: Document) -> dict[str, Scores]:
+    """The context wholly prefilled under every configuration, then its probe: under the same one, and with dense attention."""
+    (probe,), seq_len, found = document.probes, len(document.context), {}
+    stage.prefill(document.context, DENSE, SOURCE, PREFILL_CHUNK)
+    dense = stage.decode({DENSE: SOURCE}, probe, seq_len)[DENSE]
+    found[DENSE] = score(dense, dense, probe)
+    for name in stage.names:
+        stage.prefill(document.context, name, SOURCE + 1, PREFILL_CHUNK)
+        for decoded, stored in ((name, name), (DENSE, f"{name}{THEN_DENSE}")):
+            found[stored] = score(dense, stage.decode({decoded: SOURCE + 1}, probe, seq_len)[decoded], probe)
+    for slot in (SOURCE, SOURCE + 1):
+        stage.attention.release(slot)
+    return found
 
 
 def update_csv(rows: Sequence[Mapping[str, Any]], path: Path = RESULTS / "quality.csv") -> Path:
@@ -147,13 +162,15 @@ def preset_lines(rows: Sequence[dict[str, Any]]) -> list[Line]:
 
 
 def prefill_lines(rows: Sequence[dict[str, Any]]) -> list[Line]:
-    """KL of every way to choose a tile's list, on the worst text."""
-    names = dict.fromkeys(row["config"] for row in rows if row["config"] != DENSE)
-    worst = {name: max(row["kl"] for row in rows if row["config"] == name) for name in names}
-    return [
-        Line(f"operators.quality_prefill_{'_'.join(name.replace(',', '').split())}", kl, "nats", f"<= {PREFILL_BAR}")
-        for name, kl in worst.items()
-    ]
+    """KL on the worst text with the tiles that cards take by default."""
+    lines = []
+    for geometry, tail in (("prefill", ""), ("prefill_small", "_small")):
+        picked = [row for row in rows if row["geometry"] == geometry and row["config"] == CARD_TILES]
+        for protocol, what in (("prefill", ""), (f"prefill{THEN_DENSE}", "_then_dense")):
+            kl = max(row["kl"] for row in picked if row["protocol"] == protocol)
+            bar = f"<= {PREFILL_BAR}" if protocol == "prefill" and not tail else None
+            lines.append(Line(f"operators.quality_prefill{tail}{what}_kl", kl, "nats", bar))
+    return lines
 
 
 def main() -> None:
@@ -167,7 +184,8 @@ def main() -> None:
     calibration = Path(__file__).resolve().parent.parent / "model" / "data" / f"{model.name}.code.safetensors"
     parts = {
         "pareto": [Task("continuation", text, "8k", "pareto") for text in TWO],
-        "prefill": [Task("prefill", text, "4k", "prefill") for text in PREFILLED],
+        "prefill": [Task("prefill", text, "4k", "prefill") for text in TWO]
+        + [Task("prefill", text, "8k", "prefill_small") for text in TWO],
         "presets": preset_tasks(),
     }
     lines: list[Line] = []

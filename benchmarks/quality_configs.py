@@ -109,9 +109,9 @@ def pareto(scan_every: tuple[int, ...]) -> dict[str, SparseConfig]:
     return found
 
 
-def prefills(scan_every: tuple[int, ...]) -> dict[str, SparseConfig]:
+def prefills(geometry: str, scan_every: tuple[int, ...]) -> dict[str, SparseConfig]:
     """Ways to choose a prefill tile's list: the tile, the queries of it that are asked, the list as a multiple."""
-    base = replace(GEOMETRIES["default"], reselect_every=scan_every)
+    base = replace(GEOMETRIES["small" if geometry.endswith("small") else "default"], reselect_every=scan_every)
     found = {}
     for tile, samples, factor in PREFILLS:
         name = f"tile {tile}, {samples} samples, {factor} lists"
