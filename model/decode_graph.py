@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -85,8 +86,15 @@ class DecodeBuffers:
 class HostFigures:
     """Figures of a step on their way to the host. `values`: float32 [num_layers, batch, 5] in pinned memory."""
 
-    def __init__(self, values: torch.Tensor, event: torch.cuda.Event | None) -> None:
-        self.values, self._event = values, event
+    def __init__(self, batch: int, num_layers: int, is_cuda: bool) -> None:
+        self.values = torch.zeros(num_layers, batch, NUM_FIGURES, pin_memory=is_cuda)
+        self._event = torch.cuda.Event() if is_cuda else None
+
+    def send(self, figures: torch.Tensor) -> None:
+        """Copy a step's figures once the device has them."""
+        self.values.copy_(figures, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
 
     @property
     def is_ready(self) -> bool:
@@ -105,7 +113,6 @@ class _Staging:
         host = torch.device("cpu")
         self.ints = DecodeBuffers(batch, num_layers, None, torch.int32, host, is_pinned=is_cuda).ints
         self._array = self.ints.numpy()
-        self.figures = torch.zeros(num_layers, batch, NUM_FIGURES, pin_memory=is_cuda)
         self.event = torch.cuda.Event() if is_cuda else None
 
     def fill(self, rows: DecodeRows, token_ids: torch.Tensor | None) -> None:
@@ -129,12 +136,15 @@ class _Bucket:
     def __init__(self, batch: int, num_layers: int, hidden_size: int | None, dtype: torch.dtype, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         self.buffers = DecodeBuffers(batch, num_layers, hidden_size, dtype, device)
-        self._staging = [_Staging(batch, num_layers, is_cuda) for _ in range(STEPS_IN_FLIGHT)]
-        self._turn = 0
+        self._staging = cycle([_Staging(batch, num_layers, is_cuda) for _ in range(STEPS_IN_FLIGHT)])
+        self._figures = cycle([HostFigures(batch, num_layers, is_cuda) for _ in range(STEPS_IN_FLIGHT)])
 
     def next(self) -> _Staging:
-        self._turn = (self._turn + 1) % STEPS_IN_FLIGHT
-        return self._staging[self._turn]
+        return next(self._staging)
+
+    def next_figures(self) -> HostFigures:
+        """Taken by steps that have figures alone: others may come between two of them and must not use up a turn."""
+        return next(self._figures)
 
 
 @dataclass(frozen=True)
@@ -214,8 +224,8 @@ class DecodeSteps:
             out, figures = captured.out, captured.figures
         host = None
         if figures is not None:
-            staging.figures.copy_(figures, non_blocking=True)
-            host = HostFigures(staging.figures, staging.event)
+            host = bucket.next_figures()
+            host.send(figures)
         out = out[:count].clone()
         if staging.event is not None:
             staging.event.record()

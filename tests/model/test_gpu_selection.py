@@ -8,7 +8,8 @@ import torch
 from stage_attention import SMALL, Sequence, make_attention, run_decode, run_prompt
 
 from qsa.kernels.registry import SparseConfig
-from qsa.model.decode_graph import DecodeRows
+from qsa.kernels.selection_figures_ref import NUM_FIGURES
+from qsa.model.decode_graph import STEPS_IN_FLIGHT, DecodeBuffers, DecodeRows, DecodeSteps
 from qsa.model.gpu_selection import ScanClock, SelectionFigures, slot_figures
 from qsa.model.selection import count_decode
 
@@ -82,3 +83,20 @@ def test_figures_are_counted_when_they_are_there():
     figures.forget(3)
     late[5].is_ready = True
     assert figures.take() == [] and not late[5].waits
+
+
+def test_steps_without_figures_leave_those_of_others_alone():
+    """As many steps with figures as may be awaited, each followed by one of another configuration, which has none."""
+
+    def compute(sparse_id: int, buffers: DecodeBuffers, scans_rare: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        figures = buffers.token_ids.float().view(1, -1, 1).expand(2, -1, NUM_FIGURES) if sparse_id else None
+        return buffers.token_ids.unsqueeze(1), figures
+
+    sizes = dict(num_layers=2, max_sequences=1, hidden_size=None, dtype=torch.float32, device=torch.device("cpu"))
+    steps = DecodeSteps(compute, **sizes)
+    hosts = []
+    for token in range(STEPS_IN_FLIGHT):
+        for sparse_id in (1, 0):
+            _, host, _ = steps.run(DecodeRows(sparse_id, [0], [9], np.zeros((2, 1), np.int32)), torch.tensor([token]))
+            hosts += [] if host is None else [host]
+    assert [float(host.wait()[0, 0, 0]) for host in hosts] == list(range(STEPS_IN_FLIGHT))
