@@ -33,6 +33,7 @@ PARTS = {  # file's suffix -> name here
     **{"qzeros": "zeros", "scales": "scales", "g_idx": "order"},
     **{"weight_scale": "scales", "weight_zero_point": "zeros", "weight_g_idx": "order", "weight_shape": "shape"},
 }
+PART_KINDS = {"scales": ("F32", "F16", "BF16"), "zeros": ("I32", "I8"), "order": ("I32", "I64")}
 LEFT_OUT = ("input_scale", "output_scale", "input_zero_point", "k_scale", "v_scale")  # of activations and of K and V
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of eight outputs lies in a word
 
@@ -115,7 +116,9 @@ class PackedTensor(QuantizedTensor):
             elif zeros is not None and is_packed:
                 zeros = zeros.int() + (1 << bits - 1)
             scale = self.scales.float()
-            scale = scale.reshape(-1, 1) if scale.numel() in (1, rows) else scale
+            if scale.numel() in (1, rows):
+                scale = scale.reshape(-1, 1)
+                zeros = None if zeros is None else zeros.reshape(-1, 1)
         scale = scale.expand(rows, -1).contiguous()
         order = self.columns
         values = (values[:, :columns] if order is None else values[:, order]).contiguous()
@@ -168,11 +171,23 @@ class PackedStored(StoredTensor):
         assert self.main is not None and self.scheme is not None
         raw = {name: _read_raw(part, files) for name, part in (("data", self.main), *self.parts) if name != "shape"}
         order = raw.get("order")
-        if order is not None and order.amin() < 0:  # an order that was not filled in
+        if order is not None and order.amax() < 0:  # an order that was not filled in
             raw.pop("order")
         rows, columns = self.shape
         scheme = self.scheme
-        return PackedTensor(self.kind, (rows, columns), method=scheme.method, stored_zero=scheme.stored_zero, **raw)
+        tensor = PackedTensor(self.kind, (rows, columns), method=scheme.method, stored_zero=scheme.stored_zero, **raw)
+        if tensor.order is not None:
+            self._check_order(tensor.order.long(), tensor.num_groups)
+        return tensor
+
+    def _check_order(self, order: torch.Tensor, groups: int) -> None:
+        """Every group of columns that share a scale must be there, and be as large as the others."""
+        size = self.shape[1] // groups
+        if order.amin() < 0 or order.amax() >= groups or (order.bincount(minlength=groups) != size).any():
+            part = dict(self.parts)["order"]
+            raise CheckpointError(
+                f"{part.file}: tensor {part.stored_name} must name each of {groups} groups for {size} columns, it does not"
+            )
 
 
 def _read_raw(tensor: StoredTensor, files: WeightFiles) -> torch.Tensor:
@@ -205,18 +220,28 @@ def join_parts(
             joined[name] = tensor
     for prefix, parts in packed.items():
         name = f"{prefix}.weight"
+        if name in joined:
+            some = next(iter(parts.values()))
+            raise CheckpointError(f"{some.file}: {name} is there twice, as a tensor and in parts such as {some.stored_name}")
         joined[name] = _whole(scheme, name, parts, shapes.get(name.removeprefix("model.")))
     return joined
 
 
 def _whole(scheme: QuantScheme, name: str, parts: dict[str, StoredTensor], wanted: tuple[int, ...] | None) -> PackedStored:
     main, scales = parts.get("data"), parts.get("scales")
-    if main is None or scales is None:
-        missing, some = "numbers" if main is None else "scales", next(iter(parts.values()))
+    needs_zeros = scheme.method in ("awq", "gptq") and "zeros" not in parts
+    if main is None or scales is None or needs_zeros:
+        missing = "numbers" if main is None else "scales" if scales is None else "zeros"
+        some = next(iter(parts.values()))
         raise CheckpointError(f"{some.file}: tensor {some.stored_name} is there, but not the {missing} of {name}")
     kind, rows, columns = _form(scheme, main, wanted)
     groups = _num_groups(scheme, scales, rows)
-    if groups < 1 or columns % groups or ("order" in parts and parts["order"].shape != (columns,)):
+    for part_name, kinds in PART_KINDS.items():
+        part = parts.get(part_name)
+        if part is not None and part.kind not in kinds:
+            raise CheckpointError(f"{part.file}: tensor {part.stored_name} has type {part.kind}, expected {' or '.join(kinds)}")
+    fits = groups > 0 and columns % groups == 0 and ("order" not in parts or parts["order"].shape == (columns,))
+    if not fits or not _zeros_fit(scheme, parts, kind, rows, groups):
         shapes = ", ".join(f"{part.stored_name} {list(part.shape)}" for part in parts.values())
         raise CheckpointError(f"{main.file}: the shapes of a weight's parts do not go together: {shapes}")
     others = tuple((part_name, part) for part_name, part in parts.items() if part_name != "data")
@@ -242,6 +267,19 @@ def _form(scheme: QuantScheme, main: StoredTensor, wanted: tuple[int, ...] | Non
     columns = wanted[1] if wanted is not None and len(wanted) == 2 else 8 * second
     bits = 8 if second == -(-columns // 4) else 4  # a row is filled up to whole words
     return f"int{bits}", first, columns if second == -(-columns * bits // 32) else 32 * second // bits
+
+
+def _zeros_fit(scheme: QuantScheme, parts: Mapping[str, StoredTensor], kind: str, rows: int, groups: int) -> bool:
+    """Whether a weight's zeros, if it has any, are as many as its scales."""
+    zeros = parts.get("zeros")
+    if zeros is None:
+        return True
+    words = -(-rows * (4 if kind == "int4" else 8) // 32)  # that one zero a row fills
+    if scheme.method in ("awq", "gptq"):
+        return zeros.kind == "I32" and zeros.shape == (groups, words)
+    if zeros.kind == "I32":
+        return zeros.shape == (words, groups)
+    return zeros.num_elements == parts["scales"].num_elements and len(zeros.shape) == len(parts["scales"].shape)
 
 
 def _num_groups(scheme: QuantScheme, scales: StoredTensor, rows: int) -> int:

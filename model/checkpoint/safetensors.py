@@ -28,7 +28,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: must hold an object, found {type(value).__name__}")
@@ -58,7 +58,7 @@ def read_header(path: Path, kinds: Collection[str] = tuple(FLOAT_KINDS)) -> dict
             header = json.loads(file.read(length))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: the header is not JSON: {error}") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the header must hold an object, found {type(header).__name__}")

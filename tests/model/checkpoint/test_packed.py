@@ -156,8 +156,47 @@ def test_nothing_quantised():
             CheckpointError,
             r"up_proj\.other is not part",
         ),
+        (
+            "gptq",
+            lambda w: w.pop("model.layers.1.mlp.up_proj.qzeros"),
+            CheckpointError,
+            r"not the zeros of model\.layers\.1\.mlp\.up_proj",
+        ),
+        (
+            "awq",
+            lambda w: w.update({"model.layers.0.mlp.up_proj.qzeros": torch.zeros(2, 6, dtype=torch.int32)}),
+            CheckpointError,
+            r"parts do not go together: .*up_proj\.qzeros \[2, 6\]",
+        ),
+        (
+            "compressed-int4-zeros",
+            lambda w: w.update({"model.layers.0.mlp.up_proj.weight_zero_point": torch.zeros(6, 2, dtype=torch.int32)}),
+            CheckpointError,
+            r"parts do not go together: .*weight_zero_point \[6, 2\]",
+        ),
+        (
+            "compressed-bytes",
+            lambda w: w.update({"model.layers.0.mlp.up_proj.weight_zero_point": torch.zeros(3, dtype=torch.int8)}),
+            CheckpointError,
+            r"parts do not go together: .*weight_zero_point \[3\]",
+        ),
+        (
+            "awq",
+            lambda w: w.update({"model.layers.0.mlp.up_proj.scales": torch.zeros(2, 96, dtype=torch.int32)}),
+            CheckpointError,
+            r"up_proj\.scales has type I32, expected F32 or",
+        ),
+        (
+            "awq",
+            lambda w: w.update({"model.layers.0.mlp.up_proj.weight": torch.zeros(96, 64)}),
+            CheckpointError,
+            r"up_proj\.weight is there twice",
+        ),
     ],
-    ids=["no-scales", "no-numbers", "order", "scales", "transposed", "type", "unknown"],
+    ids=[
+        *("no-scales", "no-numbers", "order", "scales", "transposed", "type", "unknown"),
+        *("no-zeros", "awq-zeros", "packed-zeros", "zeros", "type-of-scales", "twice"),
+    ],
 )
 def test_wrong_parts(plain, tmp_path, name, change, error, words):
     folder = tmp_path / "packed"
@@ -168,6 +207,52 @@ def test_wrong_parts(plain, tmp_path, name, change, error, words):
     with pytest.raises(error, match=words) as raised:
         open_checkpoint(str(folder))
     assert str(folder) in str(raised.value)
+
+
+@pytest.mark.parametrize("change", [lambda g: g * 0, lambda g: g + 1, lambda g: g - 1, lambda g: g + 1000])
+@pytest.mark.parametrize(("name", "part"), [("gptq-by-activation", "g_idx"), ("compressed-int4-zeros", "weight_g_idx")])
+def test_groups_that_cannot_be_are_refused_when_they_are_read(plain, tmp_path, name, part, change):
+    folder = tmp_path / "packed"
+    make_packed(plain, folder, name)
+    weights = load_file(folder / SINGLE)
+    key = f"model.layers.0.mlp.up_proj.{part}"
+    weights[key] = change(weights[key])
+    save_file(weights, folder / SINGLE)
+    checkpoint = open_checkpoint(str(folder))
+    with pytest.raises(CheckpointError, match=rf"up_proj\.{part} must name each of 2 groups for 32 columns"):
+        checkpoint.read("layers.0.mlp.up_proj.weight")
+    checkpoint.close()
+
+
+def test_an_order_that_was_not_filled_in_is_none(plain, tmp_path):
+    folder = tmp_path / "packed"
+    make_packed(plain, folder, "compressed-int4")
+    weights = load_file(folder / SINGLE)
+    weights["model.layers.0.mlp.up_proj.weight_g_idx"] = torch.full((64,), -1, dtype=torch.int32)
+    save_file(weights, folder / SINGLE)
+    assert open_checkpoint(str(folder)).read("layers.0.mlp.up_proj.weight").columns is None
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_zeros_of_bytes_go_with_their_rows(plain, tmp_path, flat):
+    folder = tmp_path / "packed"
+    expected = make_packed(plain, folder, "compressed-bytes")["layers.0.mlp.up_proj.weight"]
+    weights = load_file(folder / SINGLE)
+    prefix = "model.layers.0.mlp.up_proj"
+    zeros, scale = torch.arange(96, dtype=torch.int8).unsqueeze(1) % 5, weights[f"{prefix}.weight_scale"]
+    weights[f"{prefix}.weight_zero_point"] = zeros.flatten() if flat else zeros
+    weights[f"{prefix}.weight_scale"] = scale.flatten() if flat else scale
+    save_file(weights, folder / SINGLE)
+    read = open_checkpoint(str(folder)).read("layers.0.mlp.up_proj.weight").dequantize()
+    assert torch.allclose(read, expected - zeros.float() * scale.float(), atol=1e-5)
+
+
+def test_a_header_that_is_nested_too_deeply_is_damaged(plain, tmp_path):
+    folder = tmp_path / "packed"
+    make_packed(plain, folder, "awq")
+    (folder / SINGLE).write_bytes((200_000).to_bytes(8, "little") + b"[" * 200_000)
+    with pytest.raises(CheckpointError, match="the header is not JSON"):
+        open_checkpoint(str(folder))
 
 
 def test_a_model_that_its_configuration_calls_unquantised(plain, tmp_path):
