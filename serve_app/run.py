@@ -6,11 +6,14 @@ import contextlib
 import logging
 import math
 import os
+import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray import serve
@@ -177,6 +180,7 @@ def serve_blocking(
     with port_claim(config.server.port):
         config = settle(config)
         check_model(config)
+        on_term = signal.getsignal(signal.SIGTERM)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         if on_start is not None:
             on_start(config)
@@ -185,6 +189,7 @@ def serve_blocking(
                 num_cpus=cluster_cpus(config),
                 num_gpus=num_local_cards() if config.pipeline.device == "cuda" else None,
             )
+            _take_signal_back(on_term)
             start = start_serving(config, on_progress)
             if on_ready is not None:
                 on_ready(start)
@@ -195,6 +200,15 @@ def serve_blocking(
             if ray.is_initialized():
                 stop_serving(config.server.drain_s)
                 ray.shutdown()
+
+
+def _take_signal_back(handler: Any) -> None:
+    """Ray has put a handler of its own before Python's, which aborts with a stack when the server is asked to stop.
+
+    handler: the one before Ray; where that was none, Ray's own in Python, which leaves in order.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler if callable(handler) else signal.getsignal(signal.SIGTERM))
 
 
 def _raise_if_failed() -> None:

@@ -417,3 +417,32 @@ def test_an_interrupted_server_stops_in_order():
     child.send_signal(signal.SIGINT)
     assert child.wait(60) in (0, 130)
     assert not wait_until_gone(started)
+
+
+STOPPED_WHILE_STARTING = """
+import sys, time
+from qsa import cli
+from qsa.serve_app import run
+
+def start(config, on_progress):
+    print("starting", flush=True)
+    time.sleep(60)
+
+run.start_serving = start
+sys.exit(cli.main(["serve", "--stages", "1", "--port", sys.argv[1]]))
+"""
+
+
+@pytest.mark.ray
+def test_a_server_that_is_stopped_while_it_starts_leaves_nothing_and_prints_no_stack():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-c", STOPPED_WHILE_STARTING, str(port)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ})
+    assert child.stdout is not None and child.stdout.readline() == "starting\n"
+    started = descendants(child.pid)
+    child.send_signal(signal.SIGTERM)
+    _, said = child.communicate(timeout=60)
+    assert child.returncode == 128 + signal.SIGTERM and len(said.splitlines()) == 1, said  # "starting default on ..."
+    assert started and not wait_until_gone(started)

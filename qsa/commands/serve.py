@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 
 from qsa.config import EngineConfig
@@ -34,8 +33,6 @@ def run(args: argparse.Namespace) -> int:
         bar.stop()
         for line in start.lines:
             say(line)
-        # Ray has put a handler of its own before ours, which prints a stack when the server is asked to stop
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         url = f"http://{server.host}:{server.port}"
         say(f"serving {name} on {url} (OpenAI base URL {url}/v1); Ctrl-C stops")
 
