@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qsa.errors import ConfigError
+from qsa.errors import ConfigError, UnsupportedModelError
 from qsa.kernels.pointwise import signed_sine
 from qsa.kernels.registry import SparseConfig
 from qsa.kernels.summaries.code import CodeCalibration, load_calibration
 from qsa.memory.kv_cache import KVCache
-from qsa.memory.layout import KVLayout
+from qsa.memory.layout import CHUNK_BYTES, KVLayout
 from qsa.model.attention import StageAttention, summary_layout
 from qsa.model.checkpoint.load import Checkpoint
 from qsa.model.decoder import PREFILL_COPY_BYTES, StageModel
@@ -39,8 +39,17 @@ def resolve_kv_dtype(name: str, default: torch.dtype) -> torch.dtype:
 
 
 def kv_layout(checkpoint: Checkpoint, kv_dtype: torch.dtype) -> KVLayout:
-    """How K and V of one layer of this model lie in chunks."""
-    return KVLayout(checkpoint.spec.num_kv_heads, checkpoint.spec.head_dim, kv_dtype.itemsize)
+    """How K and V of one layer of this model lie in chunks.
+
+    Raises:
+        UnsupportedModelError: not even one token's go into a chunk.
+    """
+    layout = KVLayout(checkpoint.spec.num_kv_heads, checkpoint.spec.head_dim, kv_dtype.itemsize)
+    if layout.token_bytes > CHUNK_BYTES:
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: K and V of one token in one layer are {layout.token_bytes} bytes, a chunk has {CHUNK_BYTES}"
+        )
+    return layout
 
 
 def build_stage(

@@ -14,16 +14,21 @@ NUM_BYTES = 256
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
+def check_holds_bytes(vocab_size: int) -> None:
+    """Raise a CheckpointError where the vocabulary is smaller than the bytes."""
+    if vocab_size < NUM_BYTES:
+        raise CheckpointError(
+            f"a vocabulary of {vocab_size} cannot hold the {NUM_BYTES} bytes; give the model a tokenizer.json"
+        )
+
+
 def byte_tokenizer(vocab_size: int) -> Tokenizer:
     """Ids 0 to 255 are the bytes, those above words of letters after a space.
 
     Raises:
         CheckpointError: the vocabulary is smaller than the bytes.
     """
-    if vocab_size < NUM_BYTES:
-        raise CheckpointError(
-            f"a vocabulary of {vocab_size} cannot hold the {NUM_BYTES} bytes; give the model a tokenizer.json"
-        )
+    check_holds_bytes(vocab_size)
     characters = {byte: character for character, byte in byte_of_character().items()}
     vocab = {characters[byte]: byte for byte in range(NUM_BYTES)}
     space = characters[ord(" ")]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from qsa.errors import CheckpointError, QSAError, UnsupportedModelError
+from qsa.errors import CheckpointError, QSAError
 from qsa.model.checkpoint import gguf as gguf_files
 from qsa.model.checkpoint import safetensors as safetensors_files
 from qsa.model.checkpoint.packed import RAW_KINDS, join_parts
@@ -161,16 +163,19 @@ def open_checkpoint(path: str) -> Checkpoint:
         UnsupportedModelError: an architecture, rope kind, quantisation or tensor type that is not supported.
     """
     where = resolve_model(path)
-    try:
+    with errors_of(where):
         return _open_gguf(where) if where.is_file() else _open_folder(where, path)
-    except UnsupportedModelError as error:
-        if str(where) in str(error):
-            raise
-        raise UnsupportedModelError(f"{where}: {error}") from None
+
+
+@contextlib.contextmanager
+def errors_of(where: Path) -> Iterator[None]:
+    """Put the model's file or folder before errors that do not name it."""
+    try:
+        yield
     except CheckpointError as error:
         if str(where) in str(error):
             raise
-        raise CheckpointError(f"{where}: {error}") from None
+        raise type(error)(f"{where}: {error}") from None
 
 
 def _open_gguf(path: Path) -> Checkpoint:

@@ -7,16 +7,18 @@ from pathlib import Path
 
 import torch
 
+from qsa.errors import CheckpointError
 from qsa.kernels.summaries.code import CodeCalibration
-from qsa.model.byte_tokenizer import byte_tokenizer
+from qsa.model.byte_tokenizer import byte_tokenizer, check_holds_bytes
 from qsa.model.checkpoint.gguf import read_gguf
-from qsa.model.checkpoint.load import Checkpoint, open_checkpoint, resolve_model
+from qsa.model.checkpoint.load import Checkpoint, errors_of, open_checkpoint, resolve_model
 from qsa.model.checkpoint.quantized import QuantizedTensor
 from qsa.model.checkpoint.random import RandomCheckpoint, random_calibration
 from qsa.model.checkpoint.safetensors import read_json
 from qsa.model.spec import ModelSpec
 from qsa.model.tokenizer import Tokenizer
 
+MOST_LAYERS = 10_000
 CODE_SHARE = 8  # a dummy's codes have an eighth of its key width, as `qsa calibrate` makes them
 
 
@@ -33,6 +35,11 @@ def open_model(path: str, load_format: str = "auto", device: str = "cpu") -> Che
     if load_format != "dummy":
         return open_checkpoint(path)
     where = resolve_model(path)
+    with errors_of(where):
+        return _open_dummy(where, device)
+
+
+def _open_dummy(where: Path, device: str) -> DummyCheckpoint:
     if where.is_file():  # a GGUF file has its configuration and its tokenizer in its header
         fields, stored = read_gguf(where)
         spec = ModelSpec.from_gguf(fields, {name: tensor.shape for name, tensor in stored.items()}, name=where.stem)
@@ -58,6 +65,10 @@ class DummyCheckpoint(Checkpoint):
 
     def __init__(self, spec: ModelSpec, path: Path, tokenizer: Tokenizer | None, device: str) -> None:
         """tokenizer: the model's own; None: bytes."""
+        if spec.num_layers > MOST_LAYERS:  # a damaged count is not enumerated
+            raise CheckpointError(f"{path}: num_hidden_layers is {spec.num_layers}, random weights have at most {MOST_LAYERS}")
+        if tokenizer is None:
+            check_holds_bytes(spec.vocab_size)
         super().__init__(spec, path, {}, None)
         self._own_tokenizer = tokenizer
         self._random = RandomCheckpoint(spec, torch.device(device))

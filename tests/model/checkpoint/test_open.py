@@ -51,6 +51,21 @@ def test_a_configuration_that_is_wrong_is_refused_all_the_same(folder):
         open_model(str(folder), "dummy")
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"num_hidden_layers": 10**9}, r"num_hidden_layers is 1000000000, random weights have at most"),
+        ({"vocab_size": 100}, r"256 bytes"),
+        ({"hidden_size": 0}, r"must be even and positive"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_and_its_folder_named(folder, values, words):
+    (folder / "config.json").write_text(json.dumps(TINY | values))
+    with pytest.raises(CheckpointError, match=words) as raised:
+        open_model(str(folder), "dummy")
+    assert str(folder) in str(raised.value)
+
+
 def test_a_gguf_files_header_is_enough():
     real, dummy = open_checkpoint("default"), open_model("default", "dummy")
     assert dummy.spec.num_layers == real.spec.num_layers and dummy.eos_token_ids == real.eos_token_ids
