@@ -80,6 +80,9 @@ class SparseConfig:
             )
         if self.summary not in SUMMARIES:
             raise ValueError(f"sparse.summary must be one of {', '.join(SUMMARIES)}, got {self.summary!r}")
+        for name in ("reselect_every", "candidate_factor"):
+            if getattr(self, name) == ():
+                raise ValueError(f"sparse.{name} must be one number, or one a layer, got an empty list")
         scans = self.reselect_every if isinstance(self.reselect_every, tuple) else (self.reselect_every,)
         if min(scans) < 1:
             raise ValueError(f"sparse.reselect_every must be at least 1, got {self.reselect_every}")

@@ -78,9 +78,12 @@ def share_host(needs: Sequence[StageNeed], available: int, device_bytes: int | N
     """
     fixed = sum(need.fixed_bytes for need in needs)
     if fixed > available:
+        advice = "choose a smaller model (model.path)"
+        if sum(need.weight_bytes for need in needs) < available / 2:
+            advice = "lower limits.max_sequences or limits.prefill_chunk"
         raise BudgetError(
             f"weights and workspace of {len(needs)} stages need {gib(fixed)}, {gib(available)} are available;"
-            " choose a smaller model (model.path) or free memory"
+            f" {advice} or free memory"
         )
     if device_bytes is None:
         limit = int(min(CPU_KV_SHARE * available, available - fixed)) // len(needs) // CHUNK_BYTES

@@ -103,7 +103,18 @@ class SparseSettings(FrozenModel):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, value: Any) -> Any:
-        return {**PRESETS.get(str(value.get("preset")), {}), **value} if isinstance(value, dict) else value
+        if not isinstance(value, dict):
+            return value
+        preset = dict(PRESETS.get(str(value.get("preset")), {}))
+        if isinstance(value.get("candidate_factor"), list | tuple):  # one a layer says it all
+            preset.pop("candidate_factor_rare", None)
+        return {**preset, **value}
+
+    @model_validator(mode="after")
+    def _one_way_of_saying(self) -> Self:
+        if self.candidate_factor_rare is not None and not isinstance(self.candidate_factor, int):
+            raise ValueError("candidate_factor has one number a layer, so candidate_factor_rare has no use; drop one")
+        return self
 
     def resolve(self, calibrated: bool, scan_every: tuple[int, ...] | None) -> SparseConfig:
         """The operator's view, with `auto` replaced by what the calibration offers."""
@@ -154,7 +165,7 @@ class PipelineConfig(FrozenModel):
     )
     gpus_per_stage: float | None = Field(
         None,
-        gt=0,
+        ge=0.0001,
         le=1,
         description="Cards that Ray reserves for a stage; default: 1, or a share where stages outnumber the cards.",
     )
@@ -222,6 +233,9 @@ class EngineConfig(FrozenModel):
         return self
 
 
+TYPES = {"int": "a whole number", "tuple[int, ...]": "a list with one a layer", "literal['auto']": "auto"}  # by pydantic's tags
+
+
 def _setting_names(location: tuple[str | int, ...]) -> list[str]:
     """The settings of the section that an error's location lies in."""
     model: Any = EngineConfig
@@ -232,9 +246,18 @@ def _setting_names(location: tuple[str | int, ...]) -> list[str]:
 
 def explain(error: ValidationError) -> str:
     """A validation error as one line a setting: full name, what is wrong, what was found."""
-    lines = []
+    lines: list[str] = []
+    types: dict[str, list[str]] = {}  # of settings that may have several, which have an error a type
     for item in error.errors():
-        name = ".".join(str(part) for part in item["loc"]) or "config"
+        tag = next((place for place, part in enumerate(item["loc"]) if part in TYPES), None)
+        name = ".".join(str(part) for part in item["loc"][:tag]) or "config"
+        if tag is not None:
+            text = TYPES[str(item["loc"][tag])]
+            if name not in types:
+                lines.append(f"{name}: wants {{{name}}}, got {item['input']!r}")
+            if text not in types.setdefault(name, []):
+                types[name].append(text)
+            continue
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
             near = difflib.get_close_matches(str(item["loc"][-1]), _setting_names(item["loc"]), n=1)
@@ -243,7 +266,10 @@ def explain(error: ValidationError) -> str:
             lines.append(f"{name}: {message}" if item["loc"] else message)
         else:
             lines.append(f"{name}: {message}, got {item['input']!r}")
-    return "; ".join(lines)
+    text = "; ".join(lines)
+    for name, wanted in types.items():
+        text = text.replace(f"{{{name}}}", " or ".join(wanted), 1)
+    return text
 
 
 def make_config(values: dict[str, Any]) -> EngineConfig:

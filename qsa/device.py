@@ -70,10 +70,13 @@ def settle(config: EngineConfig, num_cards: int | None = None) -> EngineConfig:
     """
     pipeline, limits = config.pipeline, config.limits
     device = planned_device(config, num_cards)
-    if device == "cuda" and pipeline.gpus_per_stage is None:
-        cards = num_local_cards() if num_cards is None else num_cards
-        share = 1.0 if cards == 0 else 1 / -(-pipeline.num_stages // cards)
-        pipeline = pipeline.model_copy(update={"gpus_per_stage": int(share * 1e4) / 1e4})  # Ray counts in ten-thousandths
+    if device == "cuda":
+        share = pipeline.gpus_per_stage
+        if share is None:
+            cards = num_local_cards() if num_cards is None else num_cards
+            share = 1.0 if cards == 0 else 1 / -(-pipeline.num_stages // cards)
+        share = int(share * 1e4 + 1e-6) / 1e4  # Ray counts in ten-thousandths
+        pipeline = pipeline.model_copy(update={"gpus_per_stage": share})
     if limits.prefill_chunk is None:
         chunk = CARD_PREFILL_CHUNK if device == "cuda" else CPU_PREFILL_CHUNK
         limits = limits.model_copy(update={"prefill_chunk": chunk})

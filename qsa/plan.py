@@ -24,7 +24,7 @@ from qsa.memory.budget import (
     share_host,
     split_layers,
 )
-from qsa.memory.layout import KVLayout, SummaryLayout, sequence_chunks
+from qsa.memory.layout import CHUNK_BYTES, KVLayout, SummaryLayout, sequence_chunks
 from qsa.model.attention import summary_layout
 from qsa.model.build import kv_layout, resolve_dtype, resolve_kv_dtype
 from qsa.model.checkpoint.load import Checkpoint, resolve_model
@@ -156,6 +156,12 @@ def plan_memory(
     _check_device(config, device)
     kv = kv_layout(checkpoint, resolve_kv_dtype(config.model.kv_dtype, resolve_dtype(config.model.dtype)))
     summaries = [summary_layout(entry, spec.num_kv_heads, spec.head_dim, code_dim) for entry in sparse.values()]
+    for number, summary in zip(sparse, summaries, strict=True):
+        if summary.slice_bytes > CHUNK_BYTES:
+            raise ConfigError(
+                f"sparse.{number}.block_size_fine is {summary.slice_size}: the summaries of one slice are"
+                f" {summary.slice_bytes} bytes, but a chunk has {CHUNK_BYTES}; lower it"
+            )
     needs = [_stage_need(checkpoint, config, kv, summaries, max_model_len, first, last) for first, last in layers]
     if device == "cpu":
         cards = ()
@@ -257,11 +263,14 @@ def sparse_configs(
 
 
 def _check_every_layer(sparse: Mapping[int, SparseConfig], num_layers: int) -> None:
-    try:
-        for entry in sparse.values():
-            entry.scan_interval(num_layers - 1)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    for number, entry in sparse.items():
+        for name in ("reselect_every", "candidate_factor"):
+            values = getattr(entry, name)
+            if isinstance(values, tuple) and len(values) != num_layers and not entry.dense:
+                raise ConfigError(
+                    f"sparse.{number}.{name} has {len(values)} entries, but the model has {num_layers} layers;"
+                    " give one number, or one a layer"
+                )
 
 
 # parts of plan_memory
@@ -274,9 +283,10 @@ def _check_device(config: EngineConfig, device: str) -> None:
         raise ConfigError("model.kv_dtype is fp8, which is for cards; set it to auto, or pipeline.device to cuda")
     if device == "cpu" and model.quantization == "fp8":
         raise ConfigError("model.quantization is fp8, which is for cards; use int8 or int4, or set pipeline.device to cuda")
-    if model.quantization in QUANTIZED_BYTES and model.dtype == "float32":
+    refused = ("float32",) if device == "cuda" else ("float32", "float16")
+    if model.quantization in QUANTIZED_BYTES and model.dtype in refused:
         raise ConfigError(
-            f"model.quantization is {model.quantization}, which does not go with model.dtype float32; use bfloat16"
+            f"model.quantization is {model.quantization}, which does not go with model.dtype {model.dtype}; use bfloat16"
         )
 
 

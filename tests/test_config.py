@@ -103,6 +103,11 @@ def test_layers_that_scan_alike_propose_alike(scan_every):
     assert {resolved.pool_size(layer) for layer in range(3)} == {64}
 
 
+def test_one_factor_a_layer_leaves_nothing_of_the_presets():
+    settings = make_config({"sparse": {1: {"preset": "fast", "candidate_factor": [2, 3]}}}).sparse[1]
+    assert settings.candidate_factor == (2, 3) and settings.candidate_factor_rare is None
+
+
 def test_sparse_entries_lie_over_the_built_in_ones():
     config = make_config({"sparse": {"7": {"window_size": 256}}, "default_sparse_id": 7})
     assert sorted(config.sparse) == [0, 1, 7]
@@ -127,6 +132,13 @@ def test_a_configuration_survives_its_own_yaml():
         ({"pipeline": {"split": [30], "num_stages": 2}}, ["pipeline.split has 1", "num_stages is 2"]),
         ({"model": 3}, ["model", "3"]),
         ({"sparse": [1]}, ["sparse"]),
+        ({"sparse": {1: {"candidate_factor": "x"}}}, ["sparse.1.candidate_factor: wants a whole number or a list", "'x'"]),
+        ({"sparse": {1: {"reselect_every": "x"}}}, ["sparse.1.reselect_every: wants", "or auto, got 'x'"]),
+        (
+            {"sparse": {1: {"candidate_factor": [2], "candidate_factor_rare": 1}}},
+            ["sparse.1: candidate_factor has", "drop one"],
+        ),
+        ({"pipeline": {"gpus_per_stage": 1e-5}}, ["pipeline.gpus_per_stage", "1e-05"]),
     ],
 )
 def test_wrong_settings_are_named_in_one_line(values, words):
@@ -202,7 +214,10 @@ def test_a_file_that_is_not_text_is_named(tmp_path):
         load_config(path)
 
 
-@pytest.mark.parametrize("setting", [{"block_size_fine": 7}, {"reselect_every": 0}, {"sink_size": 100}])
+@pytest.mark.parametrize(
+    "setting",
+    [{"block_size_fine": 7}, {"reselect_every": 0}, {"sink_size": 100}, {"candidate_factor": []}, {"reselect_every": []}],
+)
 def test_a_sparse_configuration_that_cannot_be_is_a_configuration_error(setting):
     name = next(iter(setting))
     with pytest.raises(ConfigError, match=f"sparse.{name}"):

@@ -88,6 +88,8 @@ def test_what_is_configured_stays(cards):
     cards(2)
     config = settle(make_config({"limits": {"prefill_chunk": 1024}, "pipeline": {"gpus_per_stage": 0.5, "num_stages": 2}}))
     assert (prefill_chunk(config), config.pipeline.gpus_per_stage) == (1024, 0.5)
+    thirds = settle(make_config({"pipeline": {"gpus_per_stage": 0.333333, "num_stages": 3}}))
+    assert thirds.pipeline.gpus_per_stage == 0.3333 and settle(thirds) == thirds  # Ray refuses more places
 
 
 def test_a_cluster_decides_for_its_stages(cards):
@@ -129,7 +131,7 @@ def test_every_stage_gets_a_card(cards):
         (2, {"device": "cpu"}, [("gpu", "note", "not used, pipeline.device is cpu")]),
         (1, {"num_stages": 2, "gpus_per_stage": 1}, [("gpu", "ok", ""), ("stages", "fail", "this machine has 1")]),
         (0, {}, [("gpu", "note", "PyTorch finds no NVIDIA GPU: the engine computes on the CPU")]),
-        (0, {"device": "cuda"}, [("gpu", "fail", "PyTorch finds no NVIDIA GPU")]),
+        (0, {"device": "cuda"}, [("gpu", "fail", "PyTorch finds no NVIDIA GPU: set pipeline.device to cpu")]),
     ],
 )
 def test_the_doctor_looks_at_the_cards(cards, count, settings, found):

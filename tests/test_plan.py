@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from tiny_models import make_tiny_model
 
 from qsa.cli import main
 from qsa.config import make_config
-from qsa.errors import BudgetError, ConfigError
+from qsa.errors import BudgetError, ConfigError, UnsupportedModelError
 from qsa.kernels.registry import SparseConfig
 from qsa.model.build import build_stage
 from qsa.model.checkpoint.load import open_checkpoint
+from qsa.model.checkpoint.open import open_model
 from qsa.plan import MemoryPlan, plan_memory, sparse_configs, stage_layers
 
 GIB = 1 << 30
@@ -69,6 +72,7 @@ def test_what_only_cards_can_do_is_refused_on_the_cpu(checkpoint):
     for model, words in (
         ({"quantization": "fp8"}, "fp8, which is for cards; use int8"),
         ({"quantization": "int8", "dtype": "float32"}, "does not go with model.dtype float32"),
+        ({"quantization": "int4", "dtype": "float16"}, "does not go with model.dtype float16"),
     ):
         with pytest.raises(ConfigError, match=words):
             plan(checkpoint, model=model)
@@ -104,10 +108,28 @@ def test_settings_that_do_not_go_with_the_model_are_named(checkpoint):
         plan(checkpoint, pipeline={"num_stages": 31, "device": "cpu"})
 
 
-def test_a_scan_interval_for_fewer_layers_than_the_model_has(checkpoint):
-    short = {**SPARSE, 1: SparseConfig(summary="sketch", reselect_every=(1, 2))}
-    with pytest.raises(ConfigError, match=r"sparse.reselect_every has 2 entries"):
+@pytest.mark.parametrize("name", ["reselect_every", "candidate_factor"])
+@pytest.mark.parametrize("count", [2, 29, 31])
+def test_settings_of_another_number_of_layers_than_the_model_has(checkpoint, name, count):
+    short = {**SPARSE, 1: SparseConfig(summary="sketch", **{name: (1,) * count})}
+    with pytest.raises(ConfigError, match=rf"sparse\.1\.{name} has {count} entries, but the model has 30 layers"):
         plan_memory(checkpoint, make_config({"pipeline": {"device": "cpu"}}), sparse=short, code_dim=None, available=[16 * GIB])
+
+
+def test_what_no_chunk_can_hold_is_refused(checkpoint, tmp_path):
+    with pytest.raises(ConfigError, match=r"sparse\.1\.block_size_fine is 1048576: .* lower it"):
+        plan_memory(
+            checkpoint,
+            make_config({"pipeline": {"device": "cpu"}}),
+            sparse={**SPARSE, 1: SparseConfig(summary="code", block_size_fine=1 << 20, block_size_coarse=1 << 20)},
+            code_dim=24,
+            available=[16 * GIB],
+        )
+    wide = dict(architectures=["LlamaForCausalLM"], hidden_size=1 << 22, intermediate_size=64, num_attention_heads=4)
+    sizes = dict(num_hidden_layers=2, max_position_embeddings=512, vocab_size=400)
+    (tmp_path / "config.json").write_text(json.dumps(wide | sizes))
+    with pytest.raises(UnsupportedModelError, match=r"one token in one layer are \d+ bytes, a chunk has 1048576"):
+        plan(open_model(str(tmp_path), "dummy"))
 
 
 def test_auto_settings_resolve_without_a_calibration():

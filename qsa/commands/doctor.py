@@ -63,7 +63,8 @@ def check_gpu(config: EngineConfig) -> Iterator[Finding]:
     reason = why_not_cards()
     if reason is not None:
         state: Literal["note", "fail"] = "fail" if wanted == "cuda" else "note"
-        yield Finding("gpu", state, f"{reason}: the engine computes on the CPU")
+        then = "set pipeline.device to cpu" if wanted == "cuda" else "the engine computes on the CPU"
+        yield Finding("gpu", state, f"{reason}: {then}")
         return
     cards = local_cards()
     names = ", ".join(f"{card.name} {card.free_bytes / GIB:.0f} of {card.total_bytes / GIB:.0f} GiB free" for card in cards)
