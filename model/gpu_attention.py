@@ -32,6 +32,7 @@ from qsa.model.selection import SlotSelection
 
 SCORE_BYTES = 1 << 27  # scores of sampled prefill queries in memory at once
 SMALL_CHUNK = 1 << 22  # queries times keys
+MIN_TILE = 16  # queries of a prefill tile: rows of a product on the tensor cores
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,9 @@ class GpuAttention:
             )
         if page_size % size:
             raise ValueError(f"sparse.{number}.block_size_fine is {size}, but a page has {page_size} tokens: no multiple of it")
+        tile = config.prefill_tile
+        if tile < MIN_TILE or tile & (tile - 1):
+            raise ValueError(f"sparse.{number}.prefill_tile is {tile}; on a card it must be a power of two from {MIN_TILE}")
         summary = get_operator(f"{config.summary}_summary", "triton")
         summary.init(
             num_kv_heads=self.num_kv_heads,

@@ -251,3 +251,6 @@ def test_what_is_impossible_is_named(checkpoint):
         Model(checkpoint, "cpu", dtype="fp8")
     with pytest.raises(ValueError, match=r"sparse\.3\.window_size is 8"):
         Model(checkpoint, "cpu", sparse={3: SparseConfig(**{**SMALL, "window_size": 8}, summary="code")})
+    for tile in (8, 48):
+        with pytest.raises(ValueError, match=rf"sparse\.3\.prefill_tile is {tile}; on a card"):
+            Model(checkpoint, "cpu", sparse={3: SparseConfig(**{**SMALL, "prefill_tile": tile}, summary="code")})
