@@ -80,9 +80,9 @@ def _scale_sums_kernel(
     sum_ptr, row_scale_ptr, column_scale_ptr, bias_ptr, out_ptr, width, stride_s, stride_o,
     HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # grid: (blocks of columns, num_rows)
-    row = tl.program_id(1).to(tl.int64)
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # grid: (num_rows, blocks of columns); a chunk may have more rows than a grid's second axis
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < width
     scale = tl.load(row_scale_ptr + row) * tl.load(column_scale_ptr + offs, mask=mask, other=0.0)
     out = tl.load(sum_ptr + row * stride_s + offs, mask=mask, other=0).to(tl.float32) * scale
@@ -96,7 +96,7 @@ def scale_sums(
 ) -> None:
     """out = sums * row_scale * column_scale + bias; sums int32 or float32 [num_rows, width], out like it in any float type."""
     num_rows, width = sums.shape
-    _scale_sums_kernel[(triton.cdiv(width, 2048), num_rows)](
+    _scale_sums_kernel[(num_rows, triton.cdiv(width, 2048))](
         sums, row_scale, column_scale, sums if bias is None else bias, out, width, sums.stride(0), out.stride(0),
         HAS_BIAS=bias is not None, BLOCK=2048, num_warps=8,
     )  # fmt: skip
