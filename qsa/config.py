@@ -63,8 +63,8 @@ class CacheConfig(FrozenModel):
 # How slices are chosen, by name; figures of each in docs/attention.md. A preset says nothing of how many are attended.
 PRESETS: dict[str, dict[str, Any]] = {
     "quality": {},  # the defaults
-    "balanced": {"candidate_factor": 4, "candidate_factor_rare": 2},
-    "fast": {"candidate_factor": 3, "candidate_factor_rare": 1},
+    "balanced": {"candidate_factor": 4, "candidate_factor_rare": 2, "prefill_tile": 128, "prefill_samples": 2},
+    "fast": {"candidate_factor": 3, "candidate_factor_rare": 1, "prefill_tile": 128, "prefill_samples": 2},
 }
 
 
