@@ -80,7 +80,7 @@ def share_host(needs: Sequence[StageNeed], available: int, device_bytes: int | N
     if fixed > available:
         advice = "choose a smaller model (model.path)"
         if sum(need.weight_bytes for need in needs) < available / 2:
-            advice = "lower limits.max_sequences or limits.prefill_chunk"
+            advice = "lower limits.max_sequences, limits.prefill_chunk or the sizes under sparse,"
         raise BudgetError(
             f"weights and workspace of {len(needs)} stages need {gib(fixed)}, {gib(available)} are available;"
             f" {advice} or free memory"

@@ -14,6 +14,7 @@ from qsa.config import EngineConfig
 from qsa.device import planned_device, prefill_chunk, settle, stage_cards
 from qsa.errors import ConfigError
 from qsa.kernels.registry import SparseConfig
+from qsa.kernels.sparse_decode import num_near_slices
 from qsa.kernels.summaries.code import load_calibration
 from qsa.memory.budget import (
     CardMemory,
@@ -162,7 +163,8 @@ def plan_memory(
                 f"sparse.{number}.block_size_fine is {summary.slice_size}: the summaries of one slice are"
                 f" {summary.slice_bytes} bytes, but a chunk has {CHUNK_BYTES}; lower it"
             )
-    needs = [_stage_need(checkpoint, config, kv, summaries, max_model_len, first, last) for first, last in layers]
+    slot_bytes = _slot_bytes(sparse, kv, max_model_len)
+    needs = [_stage_need(checkpoint, config, kv, summaries, max_model_len, first, last, slot_bytes) for first, last in layers]
     if device == "cpu":
         cards = ()
         available = available if available is not None else [available_host_bytes()]
@@ -298,6 +300,7 @@ def _stage_need(
     max_model_len: int,
     first: int,
     last: int,
+    slot_bytes: int,
 ) -> StageNeed:
     def chunks(seq_len: int) -> int:
         return max(sequence_chunks(kv, summary, last - first, seq_len) for summary in summaries)
@@ -311,11 +314,21 @@ def _stage_need(
     full = chunks(max_model_len)
     return StageNeed(
         weight_bytes=weights,
-        workspace_bytes=workspace,
+        workspace_bytes=workspace + (last - first) * config.limits.max_sequences * slot_bytes,
         wanted_chunks=full * config.limits.max_sequences,
         sequence_chunks=full,
         least_chunks=chunks(1),
     )
+
+
+def _slot_bytes(sparse: Mapping[int, SparseConfig], kv: KVLayout, max_model_len: int) -> int:
+    """What a layer keeps of every sequence beside its KV: the table of its pages, and what each configuration has selected."""
+    numbers = kv.num_pages(max_model_len)
+    for entry in sparse.values():
+        if not entry.dense:
+            near_and_pool = num_near_slices(entry.window_size, entry.block_size_fine) + entry.max_pool_size
+            numbers += kv.num_kv_heads * (2 * near_and_pool + entry.top_k_fine)
+    return 8 * numbers
 
 
 def _weight_bytes(checkpoint: Checkpoint, config: EngineConfig, first: int, last: int) -> int:

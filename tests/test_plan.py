@@ -132,6 +132,16 @@ def test_what_no_chunk_can_hold_is_refused(checkpoint, tmp_path):
         plan(open_model(str(tmp_path), "dummy"))
 
 
+@pytest.mark.parametrize("setting", [{"top_k_fine": 10**9}, {"window_size": 10**20}, {"candidate_factor": 10**9}])
+def test_what_is_kept_of_every_sequence_is_planned(checkpoint, setting):
+    settings = make_config({"pipeline": {"device": "cpu"}})
+    sparse = {**SPARSE, 1: SparseConfig(summary="sketch", **setting)}
+    with pytest.raises(BudgetError, match=r"lower limits\.max_sequences, .* the sizes under sparse"):
+        plan_memory(checkpoint, settings, sparse=sparse, code_dim=None, available=[16 * GIB])
+    with pytest.raises(BudgetError, match=r"lower limits\.max_sequences"):
+        plan(checkpoint, limits={"max_sequences": 100_000})
+
+
 def test_auto_settings_resolve_without_a_calibration():
     sparse, code_dim = sparse_configs(make_config({}), None)
     assert sparse[0].dense and sparse[1].summary == "sketch" and code_dim is None

@@ -63,7 +63,7 @@ def test_stages_on_one_card_share_what_both_leave_by_what_a_sequence_takes():
     ("share", "text"),
     [
         (lambda: share_host([need(1000)], 500 * MIB, None), r"1 stages need 1010 MiB, 500 MiB are available.*model\.path"),
-        (lambda: share_host([need(10, 900)], 500 * MIB, None), r"need 910 MiB, .* lower limits\.max_sequences or limits\.pre"),
+        (lambda: share_host([need(10, 900)], 500 * MIB, None), r"need 910 MiB, .* lower limits\.max_sequences, limits"),
         (lambda: share_host([need()], 119 * MIB, None), r"takes 10 chunks .* only 9 are to spare; lower model\.max_model_len"),
         (lambda: share_host([need()], 200 * MIB, 100 * MIB), r"210 MiB in all, but 200 MiB .* to at most 90 MiB"),
         (lambda: share_host([need()], 900 * MIB, MIB), r"shortest request takes 2 chunks .* at least 2 MiB \(10 MiB for"),
