@@ -61,7 +61,7 @@ def test_every_stage_reserves_its_share_of_a_card():
 
 @pytest.mark.parametrize(
     ("model", "words"),
-    [({"kv_dtype": "fp8"}, r"model\.kv_dtype is fp8"), ({"quantization": "int4"}, r"model\.quantization is i")],
+    [({"kv_dtype": "fp8"}, r"model\.kv_dtype is fp8"), ({"quantization": "fp8"}, r"model\.quantization is fp8")],
 )
 def test_what_only_cards_compute_is_refused_on_the_cpu(checkpoint, model, words):
     with pytest.raises(ConfigError, match=words):
