@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from compiled_kernels import ADA_AND_HOPPER, SHARED_BYTES, Compiled
 
 pytest.importorskip("triton")
 
-SHARED_BYTES = {89: 99 * 1024, 90: 227 * 1024}  # of a block
-
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> dict[int, dict[str, dict]]:
-    environment = {
-        **os.environ,
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    environment.pop("TRITON_INTERPRET", None)
-    script = Path(__file__).parent.parent / "compile_linear.py"
-    needs = {}
-    for capability in SHARED_BYTES:
-        done = subprocess.run([sys.executable, script, str(capability)], capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr
-        needs[capability] = json.loads(done.stdout)
-    return needs
+def compiled(tmp_path_factory) -> Compiled:
+    return Compiled("compile_linear.py", tmp_path_factory.mktemp("triton"))
 
 
-@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("capability", ADA_AND_HOPPER)
 def test_kernels_fit(compiled, capability):
     assert len(compiled[capability]) == 20
     for name, needs in compiled[capability].items():
@@ -40,7 +21,7 @@ def test_kernels_fit(compiled, capability):
         assert needs["spilled"] == 0, (name, needs)
 
 
-@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("capability", ADA_AND_HOPPER)
 def test_weights_are_copied_16_bytes_at_a_time(compiled, capability):
     products = {name: needs for name, needs in compiled[capability].items() if " " in name and "prefill" not in name}
     assert len(products) == 15
@@ -52,12 +33,14 @@ def test_weights_are_copied_16_bytes_at_a_time(compiled, capability):
             assert not {"ld.global.b16", "ld.global.b32"} & set(needs["loads"]), (name, needs)
 
 
+@pytest.mark.slow
 def test_on_hopper_products_are_asynchronous(compiled):
     for name, needs in compiled[90].items():
         assert not needs.get("serialised"), (name, needs)
 
 
 @pytest.mark.parametrize(("kind", "programs"), [("float", 3), ("int8", 3), ("fp8", 3), ("int4", 2)])
+@pytest.mark.slow
 def test_on_hopper_several_programs_share_a_multiprocessor(compiled, kind, programs):
     for name, needs in compiled[90].items():
         if name.startswith(f"{kind} ") and "prefill" not in name:

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from compiled_kernels import ADA_AND_HOPPER, SHARED_BYTES, Compiled
 
 pytest.importorskip("triton")
 
-SHARED_BYTES = {89: 99 * 1024, 90: 227 * 1024}  # of a block
-
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    environment = {
-        **os.environ,
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    environment.pop("TRITON_INTERPRET", None)
-    script = Path(__file__).parent.parent / "compile_prefill.py"
-    needs = {}
-    for capability in SHARED_BYTES:
-        done = subprocess.run([sys.executable, script, str(capability)], capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr
-        needs[capability] = json.loads(done.stdout)
-    return needs
+def compiled(tmp_path_factory) -> Compiled:
+    return Compiled("compile_prefill.py", tmp_path_factory.mktemp("triton"))
 
 
-@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("capability", ADA_AND_HOPPER)
 def test_kernels_fit(compiled, capability):
     assert len(compiled[capability]) == {89: 9, 90: 11}[capability]
     for name, needs in compiled[capability].items():
@@ -40,6 +21,7 @@ def test_kernels_fit(compiled, capability):
         assert needs["spilled"] <= 64, (name, needs)  # what no loop needs
 
 
+@pytest.mark.slow
 def test_on_hopper_products_run_beside_other_work(compiled):
     for name, needs in compiled[90].items():
         if "units" in needs:
@@ -47,7 +29,7 @@ def test_on_hopper_products_run_beside_other_work(compiled):
             assert needs["units"] == wanted, (name, needs)
 
 
-@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("capability", ADA_AND_HOPPER)
 def test_slices_are_copied_16_bytes_at_a_time(compiled, capability):
     for name, needs in compiled[capability].items():
         if "units" in needs:

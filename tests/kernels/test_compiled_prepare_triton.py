@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from compiled_kernels import ADA_AND_HOPPER, SHARED_BYTES, Compiled
 
 pytest.importorskip("triton")
 
 NUM_KERNELS = 24
-SHARED_BYTES = {89: 99 * 1024, 90: 227 * 1024}  # of a block
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    environment = {
-        **os.environ,
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    environment.pop("TRITON_INTERPRET", None)
-    script = Path(__file__).parent.parent / "compile_prepare.py"
-    needs = {}
-    for capability in SHARED_BYTES:
-        done = subprocess.run([sys.executable, script, str(capability)], capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr
-        needs[capability] = json.loads(done.stdout)
-    return needs
+def compiled(tmp_path_factory) -> Compiled:
+    return Compiled("compile_prepare.py", tmp_path_factory.mktemp("triton"))
 
 
-@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("capability", ADA_AND_HOPPER)
 def test_kernels_fit(compiled, capability):
     assert len(compiled[capability]) == NUM_KERNELS
     for name, needs in compiled[capability].items():
@@ -41,7 +23,7 @@ def test_kernels_fit(compiled, capability):
         assert needs["spilled"] == 0, (name, needs)
 
 
-@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("capability", ADA_AND_HOPPER)
 def test_what_is_large_is_read_16_bytes_at_a_time(compiled, capability):
     for name, needs in compiled[capability].items():
         kernel = name.split()[0]
@@ -52,7 +34,7 @@ def test_what_is_large_is_read_16_bytes_at_a_time(compiled, capability):
             assert not {"ld.global.b8", "ld.global.b16"} & set(needs["loads"]), (name, needs)
 
 
-@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("capability", ADA_AND_HOPPER)
 def test_memory_bound_kernels_leave_room_for_many_threads(compiled, capability):
     """With 128 registers a thread, 512 threads run on a multiprocessor: with 16 bytes each on the way, enough."""
     for name, needs in compiled[capability].items():

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from compiled_kernels import ADA_AND_HOPPER, SHARED_BYTES, Compiled
 
 pytest.importorskip("triton")
 
@@ -25,22 +20,12 @@ KERNELS = {
     "_update_sketch_kernel",
     "_update_vectors_kernel",
 }
-SHARED_BYTES = {89: 99 * 1024, 90: 227 * 1024}  # of a block
 
 
-@pytest.fixture(scope="module", params=SHARED_BYTES)
+@pytest.fixture(scope="module", params=ADA_AND_HOPPER)
 def compiled(request, tmp_path_factory):
     """A capability, and what every kernel needs there."""
-    environment = {
-        **os.environ,
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    environment.pop("TRITON_INTERPRET", None)
-    script = Path(__file__).parent.parent / "compile_select.py"
-    done = subprocess.run([sys.executable, script, str(request.param)], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return request.param, json.loads(done.stdout)
+    return request.param, Compiled("compile_select.py", tmp_path_factory.mktemp("triton"))[request.param]
 
 
 def test_kernels_fit(compiled):
