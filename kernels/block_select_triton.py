@@ -158,7 +158,7 @@ def _select(
         NUM_SAMPLES, NUM_HEADS, BLOCK_R, BLOCK_N, 1, POOL, NUM_STAGES,
     )  # fmt: skip
     taken, places, num_taken, bits = _take(share, is_candidate, num_selected, BLOCK_N, GROUPS)
-    tl.store(list_ptr + places - 1, offs_n, mask=taken)
+    tl.store(list_ptr + places - 1, offs_n, mask=taken != 0)
     offs_k = tl.arange(0, GROUPS)
     padding = tl.full([GROUPS], -1, tl.int32)
     tl.store(list_ptr + offs_k, padding, mask=(offs_k >= num_taken) & (offs_k < num_selected))

@@ -245,7 +245,7 @@ def _rerank_values_kernel(
         list_ptr = chosen_ptr + slot * stride_c_s + list_of_head * stride_c_l
         offs_k = tl.arange(0, BLOCK_K)
         num_taken = tl.max(ranks, 0)
-        tl.store(list_ptr + ranks - 1, pool, mask=taken)
+        tl.store(list_ptr + ranks - 1, pool, mask=taken != 0)
         tl.store(list_ptr + offs_k, tl.full([BLOCK_K], -1, tl.int32), mask=(offs_k >= num_taken) & (offs_k < top_k))
 
     first_kept = (NUM_NEAR + top_k) * split // NUM_SPLITS
