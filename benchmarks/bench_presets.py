@@ -49,7 +49,7 @@ from qsa.model.checkpoint.load import open_checkpoint, resolve_model
 KEYS_OF_ROW = ("protocol", "text", "context", "keys", "geometry", "config")
 PREFILL_BAR = 0.02
 THEN_DENSE = ", decoded densely"
-CARD_TILES = "tile 128, 8 samples, 2 lists"
+CARD_TILES = "tile 128, 1 samples, 1 lists"
 
 
 def preset_tasks() -> list[Task]:
@@ -155,14 +155,14 @@ def preset_lines(rows: Sequence[dict[str, Any]]) -> list[Line]:
             if name == CALIBRATED:
                 lines += bars(table, name, geometry, f"model.quality{tail}_calibrated_scans")
                 continue
-            for line in bars(table, name, geometry, f"operators.quality_{name}{tail}"):
+            for line in bars(table, name, geometry, f"operators.quality_{name.replace(' ', '_')}{tail}"):
                 is_bar = name == "balanced" and not (geometry == "small" and line.name.endswith("copy_8k"))
                 lines.append(Line("_".join(line.name.rsplit(".", 1)), line.value, line.unit, line.bar if is_bar else None))
     return lines
 
 
 def prefill_lines(rows: Sequence[dict[str, Any]]) -> list[Line]:
-    """KL on the worst text with the tiles that cards take by default."""
+    """KL on the worst text with the tiles of the presets balanced and fast."""
     lines = []
     for geometry, tail in (("prefill", ""), ("prefill_small", "_small")):
         picked = [row for row in rows if row["geometry"] == geometry and row["config"] == CARD_TILES]

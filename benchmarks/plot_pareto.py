@@ -1,7 +1,7 @@
 """Quality against time: what every way to choose slices costs a layer and decode step, and how far it is from dense attention.
 
 Quality: KL at 8K in the scaled-down geometry (rows `pareto` of quality.csv). Time: a model of one layer at the 7B shape,
-8 sequences of 256K tokens and 4096 attended, from the parts in PARTS.
+8 sequences of 256K tokens and 4096 attended, put together from the operators' own times in kernels.csv.
 
     python -m benchmarks.plot_pareto      # draws benchmarks/figures/pareto.png and prints the table for the docs
 """
@@ -9,6 +9,7 @@ Quality: KL at 8K in the scaled-down geometry (rows `pareto` of quality.csv). Ti
 from __future__ import annotations
 
 import csv
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +22,7 @@ from benchmarks.timing import RESULTS, ROOT
 from qsa.kernels.registry import SparseConfig
 from qsa.kernels.summaries.code import load_calibration
 
-# microseconds of a layer at 8 x 256K, 28 query and 4 KV heads of 128, codes of 64 bytes a token
-PARTS = {
-    "scan": 46.0,  # all codes of a layer, and the choice of the pool
-    "score": 0.15,  # exact keys of one slice of the pool
-    "values": 12.0,  # choice of the list, V of 4096 tokens
-    "attend": 23.0,  # K and V of a list of 4096 tokens that is not reranked
-    "attend_more": 17.0,  # the same for every further 4096 tokens
-}
+ATTEND_MORE = 17.0  # microseconds of every further 4096 tokens in a list that is not reranked; from a prototype
 LIST = 55  # slices of 64 of a list: with window and sink 4096 tokens
 BAR = 0.025  # KL that the scaled-down geometry may have
 PRESET_OF = {"4": "quality", "4/2": "balanced", "3/1": "fast"}
@@ -50,17 +44,37 @@ class Point:
     perplexity: float
 
 
+@functools.cache
+def parts(path: Path = RESULTS / "kernels.csv") -> dict[str, float]:
+    """Microseconds of a layer at 8 x 256K, 28 query and 4 KV heads of 128, codes of 64 bytes a token.
+
+    prepare: rotation, K, V and codes of the new tokens. scan: all codes, and the choice of a pool. score: exact keys of one
+    slice of the pool. rerank: what a rerank takes beside that. attend: a list of 4096 tokens that is not reranked.
+    """
+    with path.open(newline="") as file:
+        measured = {row["operator"]: float(row["median_us"]) for row in csv.DictReader(file)}
+    two, four = (measured[f"rerank_decode_4096_pool_{times}x"] for times in (2, 4))
+    score = (four - two) / (2 * LIST)
+    return {
+        "prepare": measured["decode_prepare"],
+        "scan": measured["code_scan"] + measured["select_decode_220"],
+        "score": score,
+        "rerank": two - 2 * LIST * score,
+        "attend": measured["sparse_decode_4096"],
+    }
+
+
 def micros(config: SparseConfig, num_layers: int) -> float:
     """Time of a decode step's attention at the 7B shape, mean over the layers."""
-    list_size = GEOMETRIES["small"].top_k_fine
-    total = 0.0
+    list_size, part = GEOMETRIES["small"].top_k_fine, parts()
+    total = num_layers * part["prepare"]
     for layer in range(num_layers):
-        total += PARTS["scan"] / config.scan_interval(layer)
+        total += part["scan"] / config.scan_interval(layer)
         times, pool = config.top_k_fine / list_size, config.pool_size(layer) / list_size * LIST
         if config.pool_size(layer) == config.top_k_fine:
-            total += PARTS["attend"] + PARTS["attend_more"] * (times - 1)
+            total += part["attend"] + ATTEND_MORE * (times - 1)
         else:
-            total += PARTS["score"] * pool + PARTS["values"] * times
+            total += part["score"] * pool + part["rerank"] * times
     return total / num_layers
 
 
@@ -120,7 +134,7 @@ def plot_pareto(path: Path = FIGURES / "pareto.png") -> Path:
     ticks = [0.02, 0.025, 0.03, 0.04, 0.06, 0.08]
     axes.set_yticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlabel("microseconds a layer and step, 8 x 256K, 4096 tokens attended (7B shape, from its parts)")
+    axes.set_xlabel("microseconds a layer and step, 8 x 256K, 4096 tokens attended (7B shape, H200, sum of operators)")
     axes.set_ylabel("KL to dense attention, nats a token")
     axes.set_title("Pool of layers that scan often / most rarely, in lists; a pool of 1 is not reranked", fontsize=10)
     axes.grid(alpha=0.25)

@@ -15,6 +15,7 @@ GEOMETRIES = {
 }
 DEFAULT = "code"
 CALIBRATED = "code, scans as calibrated"
+UNRANKED = "no rerank"
 ARTICLE = "mean, blocks, no rerank"  # the article's selection
 WINDOW = "window and sink"
 SINKLESS = f"code{NO_SINK}"
@@ -23,7 +24,7 @@ NO_PRESET = "quality"  # the preset that is the default
 PREFILLS = (  # queries a tile, of them those that choose its list, its slices as a multiple of a decode list's
     *((64, 16, 2), (64, 4, 2), (64, 1, 2), (64, 16, 1)),
     *((128, 32, 2), (128, 8, 2), (128, 4, 2), (128, 2, 2), (128, 1, 2)),
-    *((128, 8, 4), (128, 2, 4), (128, 1, 4), (128, 8, 1), (128, 2, 1)),
+    *((128, 8, 4), (128, 2, 4), (128, 1, 4), (128, 8, 1), (128, 2, 1), (128, 1, 1)),
 )
 TWO = ("rcu", "alice29")  # the texts of the small geometry's bar
 BUDGETS = (4, 8, 16, 32, 48)  # slices of 64 tokens for the curve of accuracy over attended tokens
@@ -74,11 +75,12 @@ def scans_share(config: SparseConfig, num_layers: int) -> float:
 
 
 def presets(geometry: str, scan_every: tuple[int, ...]) -> dict[str, SparseConfig]:
-    """The presets in one geometry, by name; the one that is the default goes by its name in `variants`."""
+    """The presets in one geometry, and no rerank at all, by name; the default preset has its name in `variants`."""
     sizes = ("window_size", "block_size_fine", "sink_size", "top_k_fine")
     own = {name: getattr(GEOMETRIES[geometry], name) for name in sizes}
     resolved = {name: SparseSettings(preset=name, **own).resolve(True, scan_every) for name in PRESETS}
-    return {CALIBRATED if name == NO_PRESET else name: config for name, config in resolved.items()}
+    found = {CALIBRATED if name == NO_PRESET else name: config for name, config in resolved.items()}
+    return found | {UNRANKED: replace(found["fast"], candidate_factor=1, rerank="none")}
 
 
 def pareto(scan_every: tuple[int, ...]) -> dict[str, SparseConfig]:
@@ -104,7 +106,8 @@ def pareto(scan_every: tuple[int, ...]) -> dict[str, SparseConfig]:
         add(4, 2, scans)
     add(4, 4, (1, 1, 1))
     add(3, 1, (1, 1, 16))
-    add(1, 1, (2, 4, 16))
+    for often in (1, 2, 3):
+        add(often, 1, (2, 4, 16))
     add(1, 1, times=2)
     return found
 
