@@ -28,7 +28,7 @@ BAR = 0.025  # KL that the scaled-down geometry may have
 PRESET_OF = {"4": "quality", "4/2": "balanced", "3/1": "fast"}
 BESIDE = (6, 4)  # where a point's name stands, in points
 LABELS = {"4/2": (-34, -22), "4/2, scan 1/4/32": (-92, -12), "4/1": (-18, -10), "3/2": (-20, -6), "3/1": (-62, -4)}
-LABELS |= {"4/2, scan 1/1/16": (6, -14), "6/2": (2, 7), "2/1": (-24, -4), "4/2, scan 1/1/1": (6, -11)}
+LABELS |= {"4/2, scan 1/1/16": (4, -14), "6/2": (-4, 7), "4/2, scan 1/1/1": (-20, 9), "3/1, scan 2/4/16": (8, -9)}
 UNNAMED = ("4/2, scan 1/2/16", "4/2, scan 1/4/8", "4/2, scan 2/4/16")  # too close to others; the table has them
 
 
@@ -129,7 +129,7 @@ def plot_pareto(path: Path = FIGURES / "pareto.png") -> Path:
             label, place = f"{point.name}  ({preset})" if preset else point.name, LABELS.get(point.name, BESIDE)
             axes.annotate(label, (point.micros, point.kl), place, textcoords="offset points", fontsize=7.5, color=colour)
     axes.axhline(BAR, color="black", linestyle="--", linewidth=1, label=f"bar: {BAR}")
-    axes.set_xlim(right=100)
+    axes.set_xlim(right=128)
     axes.set_yscale("log")
     ticks = [0.02, 0.025, 0.03, 0.04, 0.06, 0.08]
     axes.set_yticks(ticks, [str(tick) for tick in ticks])
