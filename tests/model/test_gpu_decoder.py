@@ -109,7 +109,8 @@ def reference(checkpoint) -> Model:
     return Model(checkpoint, "cpu", backend="torch")
 
 
-@pytest.mark.parametrize("sparse_id", SPARSE)
+# the interpreter is slow: other kinds of summaries are for `-m slow`
+@pytest.mark.parametrize("sparse_id", [pytest.param(one, marks=pytest.mark.slow) if one > 2 else one for one in SPARSE])
 def test_logits_and_figures_are_those_of_the_cpu(sparse_id, gpu, reference):
     got, want = gpu.prefill(1, sparse_id), reference.prefill(1, sparse_id)
     assert (got - want).abs().max() <= 2e-5 * want.abs().max()
@@ -147,6 +148,7 @@ def test_rows_do_not_change_with_their_company(gpu):
     gpu.figures()
 
 
+@pytest.mark.slow
 def test_a_slot_begins_anew(gpu):
     """A sequence in a slot that another one left, and a sequence whose selection is forgotten, are as fresh ones."""
     first = torch.cat((gpu.prefill(3, 2), gpu.decode([3], PROMPT, [2]), gpu.decode([3], PROMPT + 1, [2])))
