@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol, TypedDict
 
+from qsa.actors.stage_clock import BUSY, TRANSFER, StageClock
 from qsa.memory.pool_stats import PoolStats
 from qsa.scheduler.counters import SchedulerCounters
 
@@ -15,8 +17,14 @@ class StageStats:
     Attributes:
         layers:       first layer and the one after the last.
         weight_bytes: bytes of the weights held.
-        busy_s:       seconds spent in steps since it was ready; `steps` and `tokens`: how many these were.
+        busy_s:       seconds of computing since it was ready; `steps` and `tokens`: how many these were.
         running_s:    how long the step under way has been running; 0 when idle.
+        wait_s:       seconds of waiting for another stage's data within bursts.
+        transfer_s:   seconds that packing, sending and unpacking took from it.
+        idle_share:   `wait_s` in the sum of the three: the pipeline's bubble, as this stage sees it.
+        in_flight:    what it has sent and the next stage has not taken yet: frames of bursts and chunks.
+        sent_bytes:   of hidden states.
+        transport:    how hidden states leave it; empty where there is nowhere to send them.
     """
 
     stage: int
@@ -29,6 +37,58 @@ class StageStats:
     steps: int
     tokens: int
     running_s: float = 0.0
+    wait_s: float = 0.0
+    transfer_s: float = 0.0
+    idle_share: float = 0.0
+    in_flight: int = 0
+    sent_bytes: int = 0
+    transport: str = ""
+
+
+class StageTimes(TypedDict):
+    """The fields of StageStats that a clock and a transport know."""
+
+    busy_s: float
+    wait_s: float
+    transfer_s: float
+    idle_share: float
+    in_flight: int
+    sent_bytes: int
+    transport: str
+
+
+class LinkStats(Protocol):
+    """What a transport counts, of which this is read here."""
+
+    @property
+    def sent_bytes(self) -> int: ...
+    @property
+    def in_flight(self) -> int: ...
+
+
+class Link(Protocol):
+    """The part of a Transport that statistics need."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def stats(self) -> LinkStats: ...
+
+
+def stage_times(clock: StageClock, link: Link | None) -> StageTimes:
+    """Where a stage's time went so far, as keyword arguments of StageStats. `link`: None where nothing is connected."""
+    seconds = clock.seconds()
+    busy_s, transfer_s, wait_s = sum(seconds[k] for k in BUSY), sum(seconds[k] for k in TRANSFER), seconds["wait"]
+    total_s = busy_s + transfer_s + wait_s
+    return StageTimes(
+        busy_s=busy_s,
+        wait_s=wait_s,
+        transfer_s=transfer_s,
+        idle_share=wait_s / total_s if total_s else 0.0,
+        in_flight=0 if link is None else link.stats.in_flight,
+        sent_bytes=0 if link is None else link.stats.sent_bytes,
+        transport="" if link is None else link.name,
+    )
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,15 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+HELP = {  # of the engine's statistics, by the end of their names
+    "stages_busy_seconds": "Computing, of a stage, since the engine was ready.",
+    "stages_wait_seconds": "Waiting for another stage's data within bursts, of a stage, since the engine was ready.",
+    "stages_transfer_seconds": "Packing, sending and unpacking hidden states, of a stage, since the engine was ready.",
+    "stages_idle_share": "Waiting, as a share of computing, transfers and waiting: the bubble that a stage sees.",
+    "stages_in_flight": "Frames and chunks that a stage has sent and the next one has not taken yet.",
+    "stages_sent_bytes": "Hidden states that a stage has sent.",
+    "stages_running_seconds": "How long the step under way has been running.",
+}
 LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
@@ -42,19 +51,27 @@ class HttpMetrics:
 
 
 class _EngineCollector(Collector):
-    """Every number of a tree of dataclasses as a gauge; entries of a list are told apart by `stage`."""
+    """Every number of a tree of dataclasses as a gauge; entries of a list are told apart by `stage`.
+
+    Words, such as a stage's device, are the label of a gauge that is 1 and whose name ends in `_info`.
+    """
 
     def __init__(self, stats: Any) -> None:
         self._stats = stats
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         families: dict[str, GaugeMetricFamily] = {}
-        for name, stage, value in numbers(self._stats):
+        for name, stage, value in leaves(self._stats):
+            labels = {} if stage is None else {"stage": stage}
+            if isinstance(value, str):
+                field = name.rpartition("_")[2]
+                name, labels, value = f"{name}_info", {**labels, field: value}, 1.0
+            name = with_unit(name)
             family = families.get(name)
             if family is None:
-                labels = ["stage"] if stage is not None else None
-                family = families[name] = GaugeMetricFamily(name, "From the engine's statistics.", labels=labels)
-            family.add_metric([] if stage is None else [stage], value)
+                text = HELP.get(name.removeprefix("qsa_engine_"), "From the engine's statistics.")
+                family = families[name] = GaugeMetricFamily(name, text, labels=list(labels))
+            family.add_metric(list(labels.values()), value)
         yield from families.values()
 
 
@@ -64,20 +81,31 @@ def _engine_registry(stats: Any) -> CollectorRegistry:
     return registry
 
 
-def numbers(value: Any, name: str = "qsa_engine", stage: str | None = None) -> Iterator[tuple[str, str | None, float]]:
-    """All finite numbers below `value` with their names."""
+def leaves(value: Any, name: str = "qsa_engine", stage: str | None = None) -> Iterator[tuple[str, str | None, float | str]]:
+    """All finite numbers and, of stages, all words below `value` with their names."""
     if isinstance(value, (bool, int, float)):
         if math.isfinite(value):
             yield name, stage, float(value)
+    elif isinstance(value, str):
+        if stage is not None and value:
+            yield name, stage, value
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from numbers(item, f"{name}_{key}", stage)
+            yield from leaves(item, f"{name}_{key}", stage)
     elif isinstance(value, (list, tuple)):
         if stage is None:
             for index, item in enumerate(value):
-                yield from numbers(item, name, str(index))
+                yield from leaves(item, name, str(index))
     elif dataclasses.is_dataclass(value):
-        yield from numbers(plain(value), name, stage)
+        yield from leaves(plain(value), name, stage)
+
+
+def with_unit(name: str) -> str:
+    """A field's name with its unit spelled as Prometheus wants it: `busy_s` is busy_seconds."""
+    for suffix, unit in (("_per_s", "_per_second"), ("_s", "_seconds")):
+        if name.endswith(suffix):
+            return name.removesuffix(suffix) + unit
+    return name
 
 
 def plain(value: Any) -> Any:
