@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypedDict
+from typing import Protocol
 
 from qsa.actors.stage_clock import BUSY, TRANSFER, StageClock
 from qsa.memory.pool_stats import PoolStats
@@ -45,18 +45,6 @@ class StageStats:
     transport: str = ""
 
 
-class StageTimes(TypedDict):
-    """The fields of StageStats that a clock and a transport know."""
-
-    busy_s: float
-    wait_s: float
-    transfer_s: float
-    idle_share: float
-    in_flight: int
-    sent_bytes: int
-    transport: str
-
-
 class LinkStats(Protocol):
     """What a transport counts, of which this is read here."""
 
@@ -75,13 +63,35 @@ class Link(Protocol):
     def stats(self) -> LinkStats: ...
 
 
-def stage_times(clock: StageClock, link: Link | None) -> StageTimes:
-    """Where a stage's time went so far, as keyword arguments of StageStats. `link`: None where nothing is connected."""
+def stage_stats(
+    clock: StageClock,
+    link: Link | None,
+    *,
+    stage: int,
+    layers: tuple[int, int],
+    device: str,
+    pid: int,
+    pool: PoolStats,
+    weight_bytes: int,
+    steps: int,
+    tokens: int,
+    running_s: float,
+) -> StageStats:
+    """A stage's statistics, with where its time went from its clock. `link`: its transport; None where nothing is connected."""
     seconds = clock.seconds()
     busy_s, transfer_s, wait_s = sum(seconds[k] for k in BUSY), sum(seconds[k] for k in TRANSFER), seconds["wait"]
     total_s = busy_s + transfer_s + wait_s
-    return StageTimes(
+    return StageStats(
+        stage=stage,
+        layers=layers,
+        device=device,
+        pid=pid,
+        pool=pool,
+        weight_bytes=weight_bytes,
         busy_s=busy_s,
+        steps=steps,
+        tokens=tokens,
+        running_s=running_s,
         wait_s=wait_s,
         transfer_s=transfer_s,
         idle_share=wait_s / total_s if total_s else 0.0,
@@ -89,6 +99,14 @@ def stage_times(clock: StageClock, link: Link | None) -> StageTimes:
         sent_bytes=0 if link is None else link.stats.sent_bytes,
         transport="" if link is None else link.name,
     )
+
+
+@dataclass(frozen=True)
+class StagePing:
+    """A stage's answer to a ping: how long it has been computing, 0 when it is not, and how many steps it has ended."""
+
+    running_s: float
+    num_steps: int
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,14 @@ from types import SimpleNamespace
 import pytest
 
 from qsa.actors.stage_clock import StageClock
-from qsa.actors.telemetry import StageStats, stage_times
+from qsa.actors.telemetry import stage_stats
 from qsa.memory.pool_stats import PoolStats
+
+COUNTS = dict(stage=0, layers=(0, 1), device="cpu", pid=1, weight_bytes=0, steps=1, tokens=1, running_s=0.0)
+
+
+def stats_of(clock, link):
+    return stage_stats(clock, link, pool=PoolStats(1, 1, 1), **COUNTS)
 
 
 def test_times_by_kind_and_what_is_in_flight():
@@ -15,8 +21,7 @@ def test_times_by_kind_and_what_is_in_flight():
         clock.add(kind, 0, 0, 100.0, 100.0 + seconds)
     link = SimpleNamespace(name="p2p", stats=SimpleNamespace(in_flight=2, sent_bytes=4096))
 
-    times = stage_times(clock, link)
-    stats = StageStats(0, (0, 1), "cpu", 1, PoolStats(1, 1, 1), 0, steps=1, tokens=1, **times)
+    stats = stats_of(clock, link)
 
     assert (stats.busy_s, stats.wait_s, stats.transfer_s) == pytest.approx((6.0, 3.0, 1.0))
     assert stats.idle_share == pytest.approx(0.3)
@@ -24,5 +29,5 @@ def test_times_by_kind_and_what_is_in_flight():
 
 
 def test_a_stage_that_did_nothing_is_not_idle():
-    times = stage_times(StageClock(), None)
-    assert times["idle_share"] == 0.0 and times["transport"] == "" and times["in_flight"] == 0
+    stats = stats_of(StageClock(), None)
+    assert stats.idle_share == 0.0 and stats.transport == "" and stats.in_flight == 0
