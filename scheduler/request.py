@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property, lru_cache
+
+import msgpack
 
 
 class FinishReason(StrEnum):
@@ -50,6 +54,29 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature < 1e-5
+
+    @cached_property
+    def needs_counts(self) -> bool:
+        """A penalty needs to know how often every token has occurred."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @cached_property
+    def packed(self) -> bytes:
+        """As msgpack, made once: it travels with every step of a sequence."""
+        packed: bytes = msgpack.packb(tuple(getattr(self, name) for name in self.__dataclass_fields__))
+        return packed
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def unpack(data: bytes) -> SamplingParams:
+        """The inverse of `packed`; the same bytes give the same object."""
+        return SamplingParams(*msgpack.unpackb(data, use_list=False))
+
+    def finish_reason(self, token_id: int, remaining: int, eos_token_ids: Collection[int]) -> FinishReason | None:
+        """Why a sequence ends with this token; None when it goes on. `remaining`: tokens that may still follow it."""
+        if token_id in self.stop_token_ids or (token_id in eos_token_ids and not self.ignore_eos):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if remaining <= 0 else None
 
 
 @dataclass(frozen=True)
