@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from qsa.actors.process import ProcessId
 from qsa.actors.stage_clock import BUSY, TRANSFER, StageClock
 from qsa.memory.pool_stats import PoolStats
 from qsa.scheduler.counters import SchedulerCounters
@@ -103,10 +104,18 @@ def stage_stats(
 
 @dataclass(frozen=True)
 class StagePing:
-    """A stage's answer to a ping: how long it has been computing, 0 when it is not, and how many steps it has ended."""
+    """What a stage answers beside its steps.
+
+    Attributes:
+        running_s: how long the chunk or step under way has been computed; 0 while the stage waits.
+        num_steps: done so far.
+        is_loaded: a stage that was started again has nothing until it is told to load.
+    """
 
     running_s: float
     num_steps: int
+    process: ProcessId
+    is_loaded: bool
 
 
 @dataclass(frozen=True)
@@ -160,8 +169,15 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class Health:
-    """Whether the engine can answer. `heartbeat_age_s`: since all parts were last known to be alive."""
+    """Whether the engine can answer.
+
+    Attributes:
+        reason:          why it cannot: it is starting, recovers, or is dead.
+        heartbeat_age_s: since all parts were last known to be alive.
+        is_dead:         it will not come back by itself: a new engine must take its place.
+    """
 
     ok: bool
     reason: str | None
     heartbeat_age_s: float
+    is_dead: bool = False
