@@ -98,6 +98,9 @@ def _batch(parser: argparse.ArgumentParser) -> None:
 
 def _plan(parser: argparse.ArgumentParser) -> None:
     _model_argument(parser)
+    parser.add_argument(
+        "--measure", action="store_true", help="measure what layers and head take here, as a start does, and divide by that"
+    )
     _engine_options(parser)
 
 
@@ -110,9 +113,19 @@ def _calibrate(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--context", default="128,4096,8000", metavar="N,N", help="prompt lengths in tokens (128,4096,8000)")
+    parser.add_argument(
+        "what",
+        metavar="WHAT",
+        nargs="?",
+        choices=("stack", "pipeline"),
+        default="stack",
+        help="stack: how fast it reads and writes, through HTTP; pipeline: where the time of every stage goes (stack)",
+    )
+    parser.add_argument("--context", metavar="N,N", help="prompt lengths in tokens (128,4096,8000; of pipeline one: 4000)")
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens to generate after each prompt (64)")
-    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="runs of each; the median counts (3)")
+    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="stack: runs of each; the median counts (3)")
+    parser.add_argument("--streams", type=int, default=4, metavar="N", help="pipeline: sequences that decode together (4)")
+    parser.add_argument("--trace", metavar="FILE", help="pipeline: write what every stage did when, for chrome://tracing")
     _model_option(parser)
     _server_option(parser)
     _engine_options(parser)
@@ -147,7 +160,7 @@ COMMANDS = {
     "batch": Command("answer a file of OpenAI batch requests", _batch),
     "plan": Command("print what fits where, without starting anything", _plan),
     "calibrate": Command("compute a model's `code` summaries from a text", _calibrate),
-    "bench": Command("measure prefill and decode through the whole stack", _bench),
+    "bench": Command("measure prefill and decode through the whole stack, or stage by stage", _bench),
     "doctor": Command("check this machine: versions, GPU, memory, ports, model", _doctor),
     "demo": Command("ask the default model about a document, and stop", _demo),
 }

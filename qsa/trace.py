@@ -33,7 +33,7 @@ class StageShare:
 
 
 def work_window(trace: Trace, kind: str) -> Interval | None:
-    """From where the first span of this kind begins (`chunk`: prefill, `compute`: decode) to where the last ends, on any stage."""
+    """From the begin of the first span of this kind (`chunk`: prefill, `compute`: decode) to the last end, of all stages."""
     found = [span for spans in trace for span in spans if span.kind == kind]
     return (min(span.begin_s for span in found), max(span.end_s for span in found)) if found else None
 

@@ -1,4 +1,7 @@
-"""`qsa bench`: prefill and decode at some prompt lengths, through HTTP and every actor, as a table."""
+"""`qsa bench`: prefill and decode at some prompt lengths, through HTTP and every actor, as a table.
+
+`qsa bench pipeline` is in bench_pipeline.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from qsa.settings import config_from
 from qsa.terminal import console, server_at, working
 
 PROBE_TOKENS = 16
+LENGTHS = "128,4096,8000"
 COLUMNS = ("context", "first token", "prefill", "per token", "decode", "spread", "attended")
 HEADER = "{:>8} {:>12} {:>9} {:>10} {:>9} {:>7} {:>9}"
 
@@ -56,7 +60,13 @@ async def _collect(url: str, args: argparse.Namespace, lengths: list[int]) -> li
 
 
 def run(args: argparse.Namespace) -> int:
-    lengths = parse_lengths(args.context)
+    if args.what == "pipeline":
+        from qsa.commands import bench_pipeline  # noqa: PLC0415 - with torch and ray, which HTTP does not need
+
+        return bench_pipeline.run(args)
+    if args.trace is not None:
+        raise ConfigError("--trace is for `qsa bench pipeline`")
+    lengths = parse_lengths(args.context or LENGTHS)
     if args.tokens < 2 or args.repeat < 1:
         raise ConfigError(f"--tokens must be at least 2 and --repeat at least 1, got {args.tokens} and {args.repeat}")
     with server_at(args.url, config_from(args)) as url, working("measuring"):
