@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -49,7 +48,7 @@ class StageClock:
         self._offset = 0.0  # from perf_counter to time.time
         self._inner_s = 0.0  # of the spans that ended inside the one that is open
 
-    def span(self, kind: Kind, lane: int = 0, step: int = 0) -> AbstractContextManager[None]:
+    def span(self, kind: Kind, lane: int = 0, step: int = 0) -> _OpenSpan:
         """A context manager: the time inside it is of this kind, however it ends. Step thread only."""
         return _OpenSpan(self, kind, lane, step)
 
@@ -58,14 +57,6 @@ class StageClock:
         self._seconds[kind] += end_s - begin_s
         if self._trace is not None:
             self._trace.append(Span(kind, lane, step, begin_s, end_s))
-
-    def _ended(self, span: _OpenSpan, end: float, own_s: float) -> None:
-        """A span has ended, at `end` of `time.perf_counter()`; `own_s`: its seconds without those of inner ones."""
-        self._seconds[span.kind] += own_s
-        trace = self._trace
-        if trace is not None:
-            offset = self._offset
-            trace.append(Span(span.kind, span.lane, span.step, span.begin + offset, end + offset))
 
     def seconds(self) -> dict[Kind, float]:
         """Seconds so far, all kinds. A span counts when it has ended. Any thread."""
@@ -87,18 +78,22 @@ class StageClock:
 
 
 class _OpenSpan:
-    __slots__ = ("_clock", "_outer_s", "begin", "kind", "lane", "step")
+    __slots__ = ("_begin", "_clock", "_kind", "_lane", "_outer_s", "_step")
 
     def __init__(self, clock: StageClock, kind: Kind, lane: int, step: int) -> None:
-        self._clock, self.kind, self.lane, self.step = clock, kind, lane, step
+        self._clock, self._kind, self._lane, self._step = clock, kind, lane, step
 
     def __enter__(self) -> None:
         clock = self._clock
         self._outer_s, clock._inner_s = clock._inner_s, 0.0
-        self.begin = time.perf_counter()
+        self._begin = time.perf_counter()
 
     def __exit__(self, *error: object) -> None:
         end, clock = time.perf_counter(), self._clock
-        elapsed = end - self.begin
-        own_s, clock._inner_s = elapsed - clock._inner_s, self._outer_s + elapsed
-        clock._ended(self, end, own_s)
+        elapsed = end - self._begin
+        clock._seconds[self._kind] += elapsed - clock._inner_s
+        clock._inner_s = self._outer_s + elapsed
+        trace = clock._trace
+        if trace is not None:
+            offset = clock._offset
+            trace.append(Span(self._kind, self._lane, self._step, self._begin + offset, end + offset))
