@@ -91,7 +91,7 @@ class TransportStats:
         num_sent:   frames, answers and chunks.
         send_s:     time the step's thread lost in sending and packing, waiting for room included.
         wait_s:     time it waited for frames, answers and chunks.
-        in_flight:  frames and chunks that were sent and not taken yet.
+        in_flight:  frames and chunks that were sent and not taken yet; with the object store, frames not delivered yet.
     """
 
     sent_bytes: int = 0
@@ -108,7 +108,9 @@ class Transport(Protocol):
     """
 
     name: str
-    stats: TransportStats
+
+    @property
+    def stats(self) -> TransportStats: ...
 
     def address(self) -> str:
         """Where the stages that send to this one find it: host:port, or nothing where Ray's handle is enough."""
@@ -128,7 +130,11 @@ class Transport(Protocol):
         ...
 
     def pack(self, hidden: torch.Tensor) -> Any:
-        """A chunk's [n, hidden_size] in the form that `HiddenMessage.hidden` carries to the next stage."""
+        """A chunk's [n, hidden_size] in the form that `HiddenMessage.hidden` carries to the next stage.
+
+        With the object store the result may share the tensor's memory, until Ray has taken the message. With p2p a chunk must
+        be unpacked there or a later one be, or the third after it waits here.
+        """
         ...
 
     def unpack(self, packed: Any) -> torch.Tensor:

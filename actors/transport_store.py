@@ -54,22 +54,22 @@ class Inbox:
 
     def take_frame(self, idle: Callable[[], None]) -> tuple[bytes, Any]:
         """The oldest frame; `idle` is called whenever it has not come for PROBE_S."""
+        lane, header, packed = self._take(self._frames, idle)
         with self._changed:
-            self._wait(self._frames, idle)
-            lane, header, packed = self._frames.popleft()
             self._waiting[lane] = 0
             self._changed.notify_all()
         return header, packed
 
     def take_answer(self, idle: Callable[[], None]) -> bytes:
-        with self._changed:
-            self._wait(self._answers, idle)
-            return self._answers.popleft()
+        return self._take(self._answers, idle)
 
-    def _wait(self, queue: deque[Any], idle: Callable[[], None]) -> None:
-        while not self._changed.wait_for(lambda: self._closed is not None or bool(queue), PROBE_S):
+    def _take(self, queue: deque[Any], idle: Callable[[], None]) -> Any:
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._closed is not None or bool(queue), PROBE_S):
+                    self.check()
+                    return queue.popleft()
             idle()
-        self.check()
 
     def check(self) -> None:
         """Raise TransportClosed when it is."""
@@ -104,6 +104,7 @@ class ObjectStoreTransport:
         self._first: Any = None
         self._calls: dict[int, Future[bool]] = {}  # the last frame of each lane
         self._probes: list[Future[bool]] = []
+        self._counting = threading.Lock()
         self.stats = TransportStats()
 
     def address(self) -> str:
@@ -194,14 +195,14 @@ class ObjectStoreTransport:
     def _call(self, stage: Any, kind: str, header: bytes, array: np.ndarray | None) -> Future[bool]:
         call: Future[bool] = stage.deliver.options(**LINK).remote(self._spec.epoch, kind, header, array).future()
         if kind.startswith("frame"):
-            self.stats.in_flight += 1
+            self._count_in_flight(1)
         call.add_done_callback(lambda done: self._ended(kind, done))
         return call
 
     def _ended(self, kind: str, call: Future[bool]) -> None:
         """A delivery came back: whoever waits here learns that the other stage is gone, or has gone on without us."""
         if kind.startswith("frame"):
-            self.stats.in_flight -= 1
+            self._count_in_flight(-1)
         error = call.exception()
         if error is not None:
             self._inbox.close(f"another stage cannot be reached: {type(error).__name__}: {error}".split("\n")[0])
@@ -221,6 +222,10 @@ class ObjectStoreTransport:
         """Nothing has come for a while: ask the others whether they are there; `_ended` hears what becomes of it."""
         if all(probe.done() for probe in self._probes):
             self._probes = [self._call(stage, "probe", b"", None) for stage in (self._next, self._first) if stage is not None]
+
+    def _count_in_flight(self, change: int) -> None:
+        with self._counting:  # calls end in a thread of Ray's
+            self.stats.in_flight += change
 
     def _count(self, num_bytes: int, began: float) -> None:
         stats = self.stats
