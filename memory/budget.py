@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qsa.errors import BudgetError, ConfigError
+from qsa.errors import BudgetError
 from qsa.memory.layout import CHUNK_BYTES
 
 CPU_KV_SHARE = 0.4  # of the available memory, all stages together, for a pool whose size is not configured
@@ -155,30 +155,6 @@ def _configured(needs: Sequence[StageNeed], device_bytes: int) -> tuple[int, ...
                 f" ({need.sequence_chunks} MiB for a sequence of full length)"
             )
     return (num_chunks,) * len(needs)
-
-
-def split_layers(num_layers: int, num_stages: int, head_cost_layers: float = 0.0) -> tuple[int, ...]:
-    """Layers of each stage so that the slowest is as fast as can be; the last one also has the head.
-
-    Args:
-        head_cost_layers: time of the head, the last norm and the sampler, in layers.
-
-    Raises:
-        ConfigError: fewer layers than stages.
-    """
-    if num_stages > num_layers:
-        raise ConfigError(f"pipeline.num_stages is {num_stages}, but the model has {num_layers} layers; lower it")
-    if num_stages == 1:
-        return (num_layers,)
-    others = num_stages - 1
-
-    def slowest(last: int) -> tuple[float, float]:
-        first = -(-(num_layers - last) // others)
-        return max(first, last + head_cost_layers), abs(first - last - head_cost_layers)
-
-    last = min(range(1, num_layers - others + 1), key=slowest)
-    rest = num_layers - last
-    return (*(rest // others + (stage < rest % others) for stage in range(others)), last)
 
 
 def gib(num_bytes: int) -> str:

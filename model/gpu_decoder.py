@@ -196,6 +196,12 @@ class GpuStageModel:
         """
         warm_up(self, self._steps, self._prefill_chunk, report)
 
+    def capture(self, sparse_id: int, batch: int) -> None:
+        """The part of `warm_up` for decode steps of `batch` sequences of one configuration alone."""
+        size = min(size for size in self._steps.sizes if size >= batch)
+        for scans_rare in self.attention.scan_forms(sparse_id):
+            self._steps.capture(sparse_id, size, scans_rare)
+
     @torch.inference_mode()
     def forward(
         self,

@@ -90,6 +90,12 @@ def prefill_chunk(config: EngineConfig) -> int:
     return chunk
 
 
+def stage_threads(config: EngineConfig) -> int:
+    """CPU threads of a stage's operators."""
+    pipeline = config.pipeline
+    return pipeline.threads_per_stage or max(1, len(os.sched_getaffinity(0)) // pipeline.num_stages)
+
+
 def stages_per_card(config: EngineConfig) -> int:
     """Stages that may find themselves on one card."""
     share = settle(config).pipeline.gpus_per_stage or 1.0

@@ -6,35 +6,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from qsa.card_needs import QUANTIZED_BYTES, card_weight_bytes, card_workspace_bytes, quantised_weight_bytes
+from qsa.card_needs import QUANTIZED_BYTES, card_weight_bytes, card_workspace_bytes
 from qsa.config import EngineConfig
 from qsa.device import planned_device, prefill_chunk, settle, stage_cards
-from qsa.errors import ConfigError
+from qsa.errors import BudgetError, ConfigError
+from qsa.host_needs import host_weight_bytes, host_workspace_bytes
 from qsa.kernels.registry import SparseConfig
 from qsa.kernels.sparse_decode import num_near_slices
 from qsa.kernels.summaries.code import load_calibration
-from qsa.memory.budget import (
-    CardMemory,
-    StageNeed,
-    available_host_bytes,
-    gib,
-    share_cards,
-    share_host,
-    split_layers,
-)
+from qsa.memory.budget import CardMemory, StageNeed, available_host_bytes, gib, share_cards, share_host
 from qsa.memory.layout import CHUNK_BYTES, KVLayout, SummaryLayout, sequence_chunks
 from qsa.model.attention import summary_layout
 from qsa.model.build import kv_layout, resolve_dtype, resolve_kv_dtype
 from qsa.model.checkpoint.load import Checkpoint, resolve_model
 from qsa.model.checkpoint.open import dummy_code_dim
-from qsa.model.decoder import PREFILL_COPY_BYTES
+from qsa.model.layer_times import LayerTimes
 from qsa.model.spec import ModelSpec
-
-PROCESS_BYTES = 400 << 20  # interpreter, torch and Ray of one stage on the host
-HEAD_SHARE = 0.5  # the head counts like this share of its weights in layers: it runs for sampled rows only
+from qsa.split import LayerSplit, plan_split
 
 
 @dataclass(frozen=True)
@@ -63,6 +54,7 @@ class MemoryPlan:
     Attributes:
         available_bytes:  free on the host, or on the card of each stage.
         cards:            the card of each stage; none on the CPU.
+        split:            how layers are divided, and why.
         longest_sequence: tokens of a request that is alone.
     """
 
@@ -71,6 +63,7 @@ class MemoryPlan:
     available_bytes: tuple[int, ...]
     cards: tuple[CardMemory, ...]
     stages: tuple[StagePlan, ...]
+    split: LayerSplit
     max_model_len: int
     max_sequences: int
     page_size: int
@@ -83,11 +76,13 @@ class MemoryPlan:
 
     def table(self) -> str:
         """The plan for a terminal."""
-        rows: list[tuple[str, ...]] = [("stage", "layers", "weights", "workspace", "KV pool", "total", "a full sequence")]
-        for number, stage in enumerate(self.stages):
+        rows: list[tuple[str, ...]] = [
+            ("stage", "layers", "decode step", "weights", "workspace", "KV pool", "total", "a full sequence")
+        ]
+        for number, (stage, time) in enumerate(zip(self.stages, self.split.cells, strict=True)):
             layers = f"{stage.first_layer}-{stage.last_layer - 1}"
             sizes = (stage.weight_bytes, stage.workspace_bytes, stage.num_chunks << 20, stage.total_bytes)
-            rows.append((str(number), layers, *map(gib, sizes), f"{stage.sequence_chunks} of {stage.num_chunks} chunks"))
+            rows.append((str(number), layers, time, *map(gib, sizes), f"{stage.sequence_chunks} of {stage.num_chunks} chunks"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         return "\n".join([f"{self.model_name} on {self.device}, {self._available()}", *lines, *self._remarks()])
@@ -101,6 +96,7 @@ class MemoryPlan:
 
     def _remarks(self) -> list[str]:
         lines = [
+            self.split.line,
             f"a page is {self.page_size} tokens of one layer; limits.max_sequences {self.max_sequences},"
             f" model.max_model_len {self.max_model_len}",
         ]
@@ -131,7 +127,7 @@ def plan_memory(
     *,
     sparse: Mapping[int, SparseConfig],
     code_dim: int | None,
-    layers: Sequence[tuple[int, int]] | None = None,
+    times: LayerTimes | None = None,
     available: Sequence[int] | None = None,
     cards: Sequence[CardMemory] | None = None,
 ) -> MemoryPlan:
@@ -140,7 +136,7 @@ def plan_memory(
     Args:
         sparse:    configurations by id, with `auto` resolved.
         code_dim:  of the model's calibration; None without one.
-        layers:    first layer and the one after the last, of each stage; default: `stage_layers`.
+        times:     of layers and head, which decide on the layers of each stage (`plan_split`) where the memory allows it.
         available: free bytes of the host, one number; default: probed now.
         cards:     the card of each stage, when they compute on cards; default: those of this machine.
 
@@ -151,7 +147,7 @@ def plan_memory(
     spec = checkpoint.spec
     max_model_len = model_len(spec, config)
     _check_every_layer(sparse, spec.num_layers)
-    layers = layers if layers is not None else stage_layers(spec, config)
+    split = plan_split(spec, config, times)
     config = settle(config)
     device = planned_device(config)
     _check_device(config, device)
@@ -164,19 +160,34 @@ def plan_memory(
                 f" {summary.slice_bytes} bytes, but a chunk has {CHUNK_BYTES}; lower it"
             )
     slot_bytes = _slot_bytes(sparse, kv, max_model_len)
-    needs = [_stage_need(checkpoint, config, kv, summaries, max_model_len, first, last, slot_bytes) for first, last in layers]
     if device == "cpu":
         cards = ()
         available = available if available is not None else [available_host_bytes()]
-        chunks = share_host(needs, available[0], config.cache.device_bytes)
     else:
         cards = cards if cards is not None else stage_cards(config)
         available = [card.free_bytes for card in cards]
-        chunks = share_cards(needs, cards, config.cache.device_bytes)
-    stages = tuple(
-        StagePlan(first, last, need.weight_bytes, need.workspace_bytes, num_chunks, need.sequence_chunks)
-        for (first, last), need, num_chunks in zip(layers, needs, chunks, strict=True)
-    )
+
+    def share(split: LayerSplit) -> tuple[StagePlan, ...]:
+        needs = [
+            _stage_need(checkpoint, config, kv, summaries, max_model_len, first, last, slot_bytes)
+            for first, last in split.layers
+        ]
+        if device == "cpu":
+            chunks = share_host(needs, available[0], config.cache.device_bytes)
+        else:
+            chunks = share_cards(needs, cards, config.cache.device_bytes)
+        return tuple(
+            StagePlan(first, last, need.weight_bytes, need.workspace_bytes, num_chunks, need.sequence_chunks)
+            for (first, last), need, num_chunks in zip(split.layers, needs, chunks, strict=True)
+        )
+
+    try:
+        stages = share(split)
+    except BudgetError as error:
+        if split.source != "measured" or split.counts == split.estimate:
+            raise
+        split = replace(split, counts=split.estimate, source="estimated", remark=f"by measured times it would not fit: {error}")
+        stages = share(split)
     longest = min(
         _longest_sequence(kv, summaries, stage.last_layer - stage.first_layer, stage.num_chunks, max_model_len)
         for stage in stages
@@ -187,6 +198,7 @@ def plan_memory(
         available_bytes=tuple(available),
         cards=tuple(cards),
         stages=stages,
+        split=split,
         max_model_len=max_model_len,
         max_sequences=config.limits.max_sequences,
         page_size=kv.page_size,
@@ -210,27 +222,8 @@ def model_len(spec: ModelSpec, config: EngineConfig) -> int:
 
 
 def stage_layers(spec: ModelSpec, config: EngineConfig) -> list[tuple[int, int]]:
-    """First layer and the one after the last, for each stage: as pipeline.split says, else balanced.
-
-    Raises:
-        ConfigError: the layers do not go into so many stages.
-    """
-    split, num_stages = config.pipeline.split, config.pipeline.num_stages
-    if split is not None and (sum(split) != spec.num_layers or min(split) < 1):
-        raise ConfigError(
-            f"pipeline.split is {list(split)}, {sum(split)} layers, but {spec.name} has {spec.num_layers};"
-            " every stage needs at least one"
-        )
-    counts = split if split is not None else split_layers(spec.num_layers, num_stages, head_cost_layers(spec))
-    ends = [sum(counts[: stage + 1]) for stage in range(num_stages)]
-    return list(zip([0, *ends[:-1]], ends, strict=True))
-
-
-def head_cost_layers(spec: ModelSpec) -> float:
-    """Time of the head in layers, estimated from the sizes of its weights and a layer's."""
-    attention = 2 * spec.hidden_size * spec.head_dim * (spec.num_q_heads + spec.num_kv_heads)
-    layer = attention + 3 * spec.hidden_size * spec.intermediate_size
-    return HEAD_SHARE * spec.hidden_size * spec.vocab_size / layer
+    """Layers of each stage as estimated. TODO: goes when the placement takes them from `plan_split`."""
+    return plan_split(spec, config).layers
 
 
 def find_calibration(config: EngineConfig) -> Path | None:
@@ -310,7 +303,8 @@ def _stage_need(
         finest = min(summary.slice_size for summary in summaries)
         workspace = card_workspace_bytes(checkpoint.spec, config, prefill_chunk(config), max_model_len, finest)
     else:
-        weights, workspace = _weight_bytes(checkpoint, config, first, last), _workspace_bytes(checkpoint.spec, config)
+        weights = host_weight_bytes(checkpoint, config, first, last)
+        workspace = host_workspace_bytes(checkpoint.spec, config, prefill_chunk(config))
     full = chunks(max_model_len)
     return StageNeed(
         weight_bytes=weights,
@@ -329,29 +323,6 @@ def _slot_bytes(sparse: Mapping[int, SparseConfig], kv: KVLayout, max_model_len:
             near_and_pool = num_near_slices(entry.window_size, entry.block_size_fine) + entry.max_pool_size
             numbers += kv.num_kv_heads * (2 * near_and_pool + entry.top_k_fine)
     return 8 * numbers
-
-
-def _weight_bytes(checkpoint: Checkpoint, config: EngineConfig, first: int, last: int) -> int:
-    """Weights of a stage in memory: packed as stored, with copies for prefill where the model makes them, else in `dtype`."""
-    element_bytes = resolve_dtype(config.model.dtype).itemsize
-    kind = config.model.quantization
-    if kind == "none" or not (checkpoint.is_quantized or kind in QUANTIZED_BYTES):
-        return checkpoint.stage_weight_bytes(first, last, bytes_per_weight=element_bytes)
-    if checkpoint.is_quantized:
-        packed = checkpoint.stage_weight_bytes(first, last)
-    else:
-        packed = quantised_weight_bytes(checkpoint, kind, element_bytes, first, last)
-    whole = checkpoint.stage_weight_bytes(0, checkpoint.spec.num_layers, bytes_per_weight=2)
-    each = 2.0 if whole <= PREFILL_COPY_BYTES else 0.5 * (kind == "int4")  # without copies, nibbles that are quick to unpack
-    return packed + checkpoint.stage_weight_bytes(first, last, bytes_per_weight=each)
-
-
-def _workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
-    """Activations of a chunk of a prompt and the logits of a step, in float32, and the process itself on the host."""
-    row = 8 * spec.hidden_size + 3 * spec.intermediate_size + 3 * spec.num_q_heads * spec.head_dim
-    activations = 4 * prefill_chunk(config) * row
-    logits = 4 * spec.vocab_size * (config.limits.max_sequences + 1)
-    return activations + logits + PROCESS_BYTES
 
 
 def _longest_sequence(

@@ -14,7 +14,8 @@ from qsa.kernels.registry import SparseConfig
 from qsa.model.build import build_stage
 from qsa.model.checkpoint.load import open_checkpoint
 from qsa.model.checkpoint.open import open_model
-from qsa.plan import MemoryPlan, plan_memory, sparse_configs, stage_layers
+from qsa.plan import MemoryPlan, plan_memory, sparse_configs
+from qsa.split import plan_split
 
 GIB = 1 << 30
 SPARSE = {0: SparseConfig(dense=True), 1: SparseConfig(summary="sketch")}
@@ -34,7 +35,7 @@ def plan(checkpoint, available: int = 16 * GIB, **settings: object) -> MemoryPla
 
 def test_default_model_has_room_for_all_sequences(checkpoint):
     result = plan(checkpoint)
-    assert [(s.first_layer, s.last_layer) for s in result.stages] == stage_layers(checkpoint.spec, make_config({}))
+    assert [(s.first_layer, s.last_layer) for s in result.stages] == plan_split(checkpoint.spec, make_config({})).layers
     # 8 pages of 1024 tokens, and 8192 tokens of sketches of 34 bytes a head, power of two slices a chunk: 1 more
     assert [s.sequence_chunks for s in result.stages] == [(s.last_layer - s.first_layer) * 9 for s in result.stages]
     assert all(s.num_chunks == 8 * s.sequence_chunks for s in result.stages)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from qsa.errors import BudgetError, ConfigError
+from qsa.errors import BudgetError
 from qsa.memory import budget
 from qsa.memory.budget import (
     CardMemory,
@@ -15,7 +13,6 @@ from qsa.memory.budget import (
     gib,
     share_cards,
     share_host,
-    split_layers,
 )
 
 MIB = 1 << 20
@@ -101,39 +98,6 @@ def test_a_containers_limit_counts_and_its_cached_files_do_not(limit, usage, cac
     files = (tmp_path / "limit", tmp_path / "usage", tmp_path / "stat", "inactive_file")
     monkeypatch.setattr(budget, "_CGROUPS", ((tmp_path / "none",) * 3 + ("inactive_file",), files))
     assert available_host_bytes() == expected
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "num_stages", "head", "expected"),
-    [
-        (30, 1, 8.0, (30,)),
-        (30, 2, 0.0, (15, 15)),
-        (30, 2, 8.0, (19, 11)),
-        (30, 2, 4.0, (17, 13)),
-        (10, 4, 0.0, (3, 2, 2, 3)),
-        (4, 4, 50.0, (1, 1, 1, 1)),
-        (5, 2, 100.0, (4, 1)),
-    ],
-)
-def test_layers_are_split_evenly_in_time(num_layers, num_stages, head, expected):
-    assert split_layers(num_layers, num_stages, head) == expected
-
-
-@given(st.integers(1, 12), st.integers(0, 60), st.floats(0, 40))
-def test_no_split_is_better_than_the_one_chosen(num_stages, more, head):
-    num_layers = num_stages + more
-    counts = split_layers(num_layers, num_stages, head)
-    assert len(counts) == num_stages and sum(counts) == num_layers and min(counts) >= 1
-    slowest = max(*counts[:-1], counts[-1] + head) if num_stages > 1 else num_layers + head
-    if num_stages > 1:
-        for last in range(1, num_layers - num_stages + 2):
-            first = -(-(num_layers - last) // (num_stages - 1))
-            assert slowest <= max(first, last + head)
-
-
-def test_more_stages_than_layers_are_refused():
-    with pytest.raises(ConfigError, match=r"pipeline\.num_stages is 5, but the model has 4 layers"):
-        split_layers(4, 5)
 
 
 def test_sizes_read_well():
