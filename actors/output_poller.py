@@ -6,8 +6,8 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 
-from qsa.actors.ray_errors import engine_error
-from qsa.errors import EngineDeadError
+from qsa.actors.ray_errors import engine_error, is_lost
+from qsa.errors import EngineDeadError, EngineRecoveringError
 from qsa.scheduler.request import RequestOutput
 
 Item = RequestOutput | EngineDeadError
@@ -24,32 +24,44 @@ class _Mailbox:
 class OutputPoller:
     """Asks once for all requests of this process, whatever event loops and threads they were sent from.
 
-    The thread sleeps while no request is open. When a poll fails the engine is gone: every open request is told so.
+    The thread sleeps while no request is open. When a poll is not answered the scheduler is lost, perhaps to come back:
+    every open request is told so. When the scheduler answers that the engine is dead, it is dead for good.
     """
 
-    def __init__(self, poll: Callable[[], Sequence[RequestOutput]], name: str) -> None:
-        """`poll` blocks until there are outputs, or returns none after a while."""
-        self._poll, self._name = poll, name
+    def __init__(
+        self, poll: Callable[[], Sequence[RequestOutput]], name: str, on_lost: Callable[[], bool] = lambda: False
+    ) -> None:
+        """
+        Args:
+            poll:    blocks until there are outputs, or returns none after a while.
+            on_lost: told when a poll was not answered; returns whether somebody brings the scheduler back, and will call
+                     `resume` or `fail`.
+        """
+        self._poll, self._name, self._on_lost = poll, name, on_lost
         self._mailboxes: dict[str, _Mailbox] = {}
         self._changed = threading.Condition()
         self._dead: str | None = None
+        self._lost: str | None = None
         self._thread: threading.Thread | None = None
 
     @property
     def dead_reason(self) -> str | None:
-        """Why no output will come any more; None while all is well."""
+        """Why no output will come any more; None while all is well, or may become well again."""
         return self._dead
 
     def open(self, request_id: str) -> asyncio.Queue[Item]:
         """A queue in the running event loop for the request's outputs. Open it before the request is sent.
 
         Raises:
-            EngineDeadError: nothing will come any more.
+            EngineRecoveringError: not now.
+            EngineDeadError:       nothing will come any more.
         """
         mailbox = _Mailbox()
         with self._changed:
             if self._dead is not None:
                 raise EngineDeadError(self._dead)
+            if self._lost is not None:
+                raise EngineRecoveringError(f"recovering: {self._lost}")
             assert request_id not in self._mailboxes, f"request id {request_id} is in use"
             self._mailboxes[request_id] = mailbox
             if self._thread is None:
@@ -63,27 +75,51 @@ class OutputPoller:
         with self._changed:
             self._mailboxes.pop(request_id, None)
 
+    def interrupt(self, reason: str) -> None:
+        """End every open request with EngineRecoveringError, and refuse new ones until `resume`."""
+        with self._changed:
+            if self._dead is not None or self._lost is not None:
+                return
+            self._lost = reason
+            mailboxes = self._take_mailboxes()
+        _end(mailboxes, EngineRecoveringError, reason)
+
+    def resume(self) -> None:
+        """The scheduler is back: take requests again."""
+        with self._changed:
+            self._lost = None
+            self._changed.notify()
+
     def fail(self, reason: str) -> None:
         """End every open request with EngineDeadError, and refuse new ones. Only the first reason counts."""
         with self._changed:
             if self._dead is not None:
                 return
             self._dead = reason
-            mailboxes = list(self._mailboxes.values())
+            mailboxes = self._take_mailboxes()
             self._changed.notify()
-        for mailbox in mailboxes:
-            _hand_over(mailbox.loop, [(mailbox, EngineDeadError(reason))])
+        _end(mailboxes, EngineDeadError, reason)
+
+    def _take_mailboxes(self) -> list[_Mailbox]:
+        """All of them, and nothing is put in there any more."""
+        mailboxes = list(self._mailboxes.values())
+        self._mailboxes.clear()
+        return mailboxes
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._mailboxes or self._dead is not None)
+                self._changed.wait_for(lambda: (self._mailboxes and self._lost is None) or self._dead is not None)
                 if self._dead is not None:
                     return
             try:
                 outputs = self._poll()
             except Exception as error:  # of whatever kind: without polls no request can go on
-                self.fail(str(engine_error(error, "the scheduler")))
+                reason = str(engine_error(error, "the scheduler"))
+                if is_lost(error) and self._on_lost():
+                    self.interrupt(reason)
+                    continue
+                self.fail(reason)
                 return
             self._distribute(outputs)
 
@@ -96,6 +132,12 @@ class OutputPoller:
                     by_loop.setdefault(mailbox.loop, []).append((mailbox, output))
         for loop, items in by_loop.items():
             _hand_over(loop, items)
+
+
+def _end(mailboxes: Sequence[_Mailbox], error: type[EngineDeadError], reason: str) -> None:
+    """Tell all of them, each with an error of its own."""
+    for mailbox in mailboxes:
+        _hand_over(mailbox.loop, [(mailbox, error(reason))])
 
 
 def _hand_over(loop: asyncio.AbstractEventLoop, items: Sequence[tuple[_Mailbox, Item]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from qsa.errors import EngineDeadError, QSAError
 
@@ -19,11 +19,18 @@ def is_actor_death(error: BaseException) -> bool:
     return isinstance(original_error(error), RayActorError)
 
 
+def is_lost(error: BaseException) -> bool:
+    """Whether a call failed because nobody answered it, and not because the one who was asked said no."""
+    return isinstance(original_error(error), (RayError, TimeoutError))
+
+
 def engine_error(error: BaseException, who: str) -> QSAError:
     """The error to raise to a caller for a failed call to `who`, without Ray's traceback blob."""
     cause = original_error(error)
     if isinstance(cause, QSAError):
         return cause
+    if isinstance(cause, ActorUnavailableError):  # it is being started again; Ray says no more than that
+        return EngineDeadError(f"{who} has died")
     if isinstance(cause, RayActorError):
         return EngineDeadError(f"{who} has died: {_first_line(cause)}")
     if isinstance(cause, (GetTimeoutError, TimeoutError)):

@@ -119,6 +119,20 @@ class StagePing:
 
 
 @dataclass(frozen=True)
+class SchedulerPing:
+    """What the scheduler answers at any time.
+
+    Attributes:
+        has_begun: one that was started again knows of nothing until it is told to resume.
+        longest_s: of the stages' steps so far, as far as it is known.
+    """
+
+    process: ProcessId
+    has_begun: bool
+    longest_s: float
+
+
+@dataclass(frozen=True)
 class WarmUpProgress:
     """How far a warm-up is. `total` may still grow; `what`: what is being done now, in a few words."""
 

@@ -65,3 +65,7 @@ class OverloadedError(QSAError):
 
 class EngineDeadError(QSAError):
     """A stage or the scheduler is gone or not ready (HTTP 503)."""
+
+
+class EngineRecoveringError(EngineDeadError):
+    """Not now: the engine is starting, or being brought back after a loss (HTTP 503 with Retry-After)."""

@@ -112,7 +112,10 @@ class Api:
         self.workers.close()
 
     async def health(self, *, for_traffic: bool) -> Response:
-        """The engine's heartbeat as a status; `for_traffic`: also whether new requests are welcome."""
+        """The engine's heartbeat as a status; `for_traffic`: also whether new requests are welcome.
+
+        An engine that recovers is not healthy, with the reason, though requests that come all the same are queued.
+        """
         warm_up = self._warm_up
         if warm_up is not None and warm_up.reason is not None:
             if for_traffic or warm_up.failed is not None:
@@ -121,11 +124,13 @@ class Api:
             return json_response({"status": warm_up.reason, "heartbeat_age_s": None})
         reason: str | None = None
         age = None
+        retry_after = "5"
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
                 health = await self.engine.health()
             age = plain(getattr(health, "heartbeat_age_s", None))
             reason = None if health.ok else (health.reason or "the engine is not healthy")
+            retry_after = "5" if health.is_dead else "2"
         except TimeoutError:
             reason = f"the engine did not answer within {HEALTH_TIMEOUT_S:g} s"
         except Exception as error:
@@ -133,7 +138,8 @@ class Api:
         if reason is None and for_traffic and self.draining:
             reason = "the server is shutting down"
         if reason is not None:
-            return error_response(ApiError(503, reason, code="engine_unavailable", headers={"Retry-After": "5"}))
+            headers = {"Retry-After": retry_after}
+            return error_response(ApiError(503, reason, code="engine_unavailable", headers=headers))
         return json_response({"status": "ok", "heartbeat_age_s": age})
 
     async def stats(self) -> Any:

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import importlib
 import logging
+import time
 from typing import Any
 
 import ray
@@ -37,6 +38,7 @@ MAX_ONGOING = 4096  # far above what the engine admits: whoever comes on top is 
 HEALTH_PERIOD_S = 2.0  # Serve replaces a replica after three failures in a row
 HEALTH_TIMEOUT_S = 30.0  # of one check, for a machine that is short of CPU
 SHORT_WARM_UP_S = 5.0  # a warm-up that takes no longer is over when the deployment is running
+RECOVERY_MARGIN_S = 60.0  # an engine that is not healthy for so much longer than a start may take will not become so
 DRAIN_MARGIN_S = 10.0  # between the end of the last stream and the moment Serve kills the replica
 
 
@@ -61,6 +63,7 @@ class EngineReplica:
         self._state = WarmUp()
         self._app = make_api(self._engine, config, self._state)
         self._drain_s = config.server.drain_s
+        self._healthy_at: float | None = None
         self._watch = asyncio.create_task(self._drain_when_stopping())
         warming = self._warming = asyncio.create_task(self._warm_up(config))
         has_company = await asyncio.to_thread(_has_running_replica, context.app_name, context.deployment)
@@ -104,13 +107,19 @@ class EngineReplica:
         return self._app
 
     async def check_health(self) -> None:
-        """Called by Serve, which replaces the replica, and with it the engine, when this keeps failing."""
+        """Called by Serve, which replaces the replica, and with it the engine, when this keeps failing.
+
+        An engine that recovers is left to it: its streams go on afterwards, those of a new replica do not.
+        """
         if self._state.failed is not None:
             raise EngineDeadError(self._state.failed)
         if self._state.reason is not None:
             return
         health = await self._engine.health()
-        if not health.ok:
+        now = time.monotonic()
+        self._healthy_at = now if health.ok else self._healthy_at or now
+        limit_s = self._engine.config.pipeline.start_timeout_s + RECOVERY_MARGIN_S
+        if health.is_dead or now - self._healthy_at > limit_s:
             raise EngineDeadError(health.reason or "the engine is not healthy")
 
     async def drain(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from qsa.errors import CapacityError, ContextLengthError, EngineDeadError, OverloadedError, RequestError
+from qsa.errors import CapacityError, ContextLengthError, EngineDeadError, EngineRecoveringError, OverloadedError, RequestError
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 TYPES |= {405: "invalid_request_error", 413: "invalid_request_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
@@ -54,6 +54,8 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, OverloadedError):
         retry_after = str(max(1, math.ceil(error.retry_after_s)))
         return ApiError(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": retry_after})
+    if isinstance(error, EngineRecoveringError):
+        return ApiError(503, str(error), code="engine_unavailable", headers={"Retry-After": "2"})
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), code="engine_unavailable", headers={"Retry-After": "5"})
     return ApiError(500, "internal error; the server's log has the details", code="internal_error")

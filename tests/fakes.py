@@ -86,6 +86,7 @@ class FakeHealth:
     ok: bool = True
     reason: str | None = None
     heartbeat_age_s: float = 0.1
+    is_dead: bool = False
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,17 @@ def test_health_is_the_heartbeat(serve_api):
     assert not server.engine.calls, "health never generates"
 
 
+@pytest.mark.parametrize(("is_dead", "retry_after"), [(False, "2"), (True, "5")])
+def test_an_engine_that_recovers_is_not_healthy_but_will_be_soon(serve_api, is_dead, retry_after):
+    server = serve_api(text_script("abc"))
+    server.engine.health_now = FakeHealth(False, "recovering: stage 1 has died; stage 1 is loading", 2.0, is_dead)
+    for path in ("/health", "/ready"):
+        answer = server.get(path)
+        assert answer.status_code == 503 and answer.headers["Retry-After"] == retry_after
+        assert "stage 1 is loading" in answer.json()["error"]["message"]
+    assert server.chat().status_code == 200, "a request that comes all the same is not refused"
+
+
 def test_health_never_waits_on_the_engine(serve_api):
     class Frozen(FakeEngine):
         async def health(self):

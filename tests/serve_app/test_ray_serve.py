@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -226,23 +227,54 @@ def test_a_redeploy_leaves_no_actor_and_no_process(deployed):
     assert results[0][-1] == "[DONE]" and '"error"' in results[0][-2]
 
 
-def stream_events(deployed: Deployed) -> list[str]:
-    body = {"prompt": "Once", "max_tokens": 5000, "stream": True, "ignore_eos": True}
+def stream_events(deployed: Deployed, max_tokens: int = 5000) -> list[str]:
+    body = {"prompt": "Once", "max_tokens": max_tokens, "stream": True, "ignore_eos": True, "seed": 1}
     with requests.post(deployed.url + "/v1/completions", json=body, stream=True, timeout=60) as answer:
         return [line.decode().removeprefix("data: ") for line in answer.iter_lines() if line]
 
 
-def test_kill_9_of_a_stage_ends_streams_and_heals(deployed):
-    stage = next(pid for name, pid in deployed.actors().items() if name.endswith("stage0"))
-    results = []
-    thread = threading.Thread(target=lambda: results.append(stream_events(deployed)))
+def stream_under(deployed: Deployed, kill) -> list[str]:
+    """The events of a stream under which something is killed."""
+    results, tokens = [], deployed.stats()["scheduler"]["generated_tokens"]
+    thread = threading.Thread(target=lambda: results.append(stream_events(deployed, max_tokens=100)))
     thread.start()
-    wait_until(lambda: deployed.stats()["scheduler"]["num_running"] == 1, 10)
-    os.kill(stage, signal.SIGKILL)
-    thread.join(10)
-    assert results[0][-1] == "[DONE]" and '"error"' in results[0][-2], "within seconds the client knows"
-    assert requests.get(deployed.url + "/health", timeout=5).status_code == 503
-    wait_until(lambda: requests.get(deployed.url + "/ready", timeout=30).status_code == 200, 90)
+    wait_until(lambda: deployed.stats()["scheduler"]["generated_tokens"] > tokens + 8, 10)
+    kill()
+    thread.join(60)
+    return results[0]
+
+
+def text_of(events: list[str]) -> str:
+    assert events[-1] == "[DONE]", events[-2:]
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
+
+
+def test_streams_go_on_after_kill_9_of_a_stage(deployed):
+    before = deployed.actors()
+    stage = next(pid for name, pid in before.items() if name.endswith("stage0"))
+    undisturbed = stream_under(deployed, lambda: None)
+
+    def kill():
+        os.kill(stage, signal.SIGKILL)
+        wait_until(lambda: requests.get(deployed.url + "/health", timeout=5).status_code == 503, 10)
+
+    events = stream_under(deployed, kill)
+    assert text_of(events) == text_of(undisturbed)
+    assert requests.get(deployed.url + "/health", timeout=5).status_code == 200
+    now = deployed.actors()
+    changed = {name for name in now if before[name] != now[name]}
+    assert now.keys() == before.keys() and {name.rpartition("/")[2] for name in changed} == {"stage0"}, "not the replica"
+    deployed.ask()
+
+
+def test_kill_9_of_the_scheduler_ends_streams_and_heals(deployed):
+    before = deployed.actors()
+    scheduler = next(pid for name, pid in before.items() if name.endswith("scheduler"))
+    events = stream_under(deployed, lambda: os.kill(scheduler, signal.SIGKILL))
+    assert events[-1] == "[DONE]" and '"error"' in events[-2] and sum('"error"' in event for event in events) == 1
+    wait_until(lambda: requests.get(deployed.url + "/ready", timeout=30).status_code == 200, 60)
+    now = deployed.actors()
+    assert {name.rpartition("/")[2] for name in now if before[name] != now[name]} == {"scheduler"}
     deployed.ask()
 
 
