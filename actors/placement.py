@@ -21,7 +21,7 @@ from qsa.actors.stage import StageActor
 from qsa.actors.stage_spec import StageSpec
 from qsa.actors.stage_steps import ModelBuilder
 from qsa.config import EngineConfig
-from qsa.device import missing_for_cards, prefill_chunk, settle
+from qsa.device import busy_chunk, missing_for_cards, num_lanes, prefill_chunk, settle
 from qsa.errors import ConfigError
 from qsa.memory.budget import CardMemory
 from qsa.model.checkpoint.load import Checkpoint
@@ -31,8 +31,18 @@ NAMESPACE = "qsa"  # of all named actors, whatever namespace the driver has
 SCHEDULER_CPUS = 0.25
 
 _remote: Any = ray.remote  # its annotations do not know concurrency groups
-_Stage = _remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2})(StageActor)
-_Scheduler = _remote(max_restarts=0, max_task_retries=0)(SchedulerActor)
+_RESTARTS = {"max_restarts": -1, "max_task_retries": 0}  # a lost process is started again; its calls are lost with it
+_Stage = _remote(**_RESTARTS, concurrency_groups={"control": 2, "results": 1, "link": 1})(StageActor)
+
+
+class PlacedScheduler(SchedulerActor):
+    """Finds its stages by name: the arguments of an actor that may be started again have to be plain values."""
+
+    def __init__(self, spec: SchedulerSpec, stage_names: Sequence[str]) -> None:
+        super().__init__(spec, [ray.get_actor(name, NAMESPACE) for name in stage_names])
+
+
+_Scheduler = _remote(**_RESTARTS)(PlacedScheduler)
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, cards: Sequence[Ca
             load_format=config.model.load_format,
             device=device,
             prefill_chunk=prefill_chunk(config),
+            lanes=num_lanes(config),
             num_threads=pipeline.threads_per_stage or max(1, cores // pipeline.num_stages),
         )
         for stage, (first, last) in enumerate(stage_layers(checkpoint.spec, config))
@@ -108,7 +119,12 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, cards: Sequence[Ca
         prefill_chunk=prefill_chunk(config),
         growth_horizon=limits.growth_horizon,
         eos_token_ids=checkpoint.eos_token_ids,
-        lanes=pipeline.lanes,
+        lanes=num_lanes(config),
+        busy_chunk=busy_chunk(config),
+        burst_steps=pipeline.burst_steps,
+        transport=pipeline.transport,
+        device=device,
+        start_timeout_s=pipeline.start_timeout_s,
         sparse=sparse,
         vocab_size=checkpoint.spec.vocab_size,
         default_sparse_id=config.default_sparse_id,
@@ -179,9 +195,11 @@ def start_actors(plan: EnginePlan, config: EngineConfig, name: str, build: Model
         }
 
     try:
-        for spec in plan.stages:
-            actors.stages.append(_Stage.options(**options(f"stage{spec.stage}", 1 + spec.stage)).remote(spec, build))
-        actors.scheduler = _Scheduler.options(**options("scheduler", 0)).remote(plan.scheduler, actors.stages)
+        stage_options = [options(f"stage{spec.stage}", 1 + spec.stage) for spec in plan.stages]
+        for spec, chosen in zip(plan.stages, stage_options, strict=True):
+            actors.stages.append(_Stage.options(**chosen).remote(spec, build))
+        stage_names = [chosen["name"] for chosen in stage_options]
+        actors.scheduler = _Scheduler.options(**options("scheduler", 0)).remote(plan.scheduler, stage_names)
     except BaseException as error:
         actors.kill()
         if isinstance(error, ValueError) and "already" in str(error):

@@ -1,7 +1,7 @@
-"""SchedulerActor: the step loop. Keeps a plan of every lane in flight through the stages, and clients told.
+"""SchedulerActor: the step loop. Keeps the stages busy with chunks and bursts, and clients told.
 
-Nothing here polls: a lane is filled again when its step comes back, or when a request or an abort arrives. The only clock
-is the watchdog's, once a second.
+Nothing here polls: there are new plans when results come back, or when a request or an abort arrives. The only clock is
+the watchdog's, once a second.
 """
 
 from __future__ import annotations
@@ -9,27 +9,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from qsa.actors.ray_errors import describe, is_actor_death
-from qsa.actors.telemetry import EngineStats, Health, StageStats
-from qsa.actors.watchdog import TICK_S, Watchdog
-from qsa.errors import EngineDeadError, RequestError
+from qsa.actors.client_desk import ClientDesk
+from qsa.actors.links import Link, Linker
+from qsa.actors.pipeline import CONTROL, Pipeline
+from qsa.actors.process import ProcessId, this_process
+from qsa.actors.ray_errors import describe, is_actor_death, original_error
+from qsa.actors.recovery import Recovery, RecoveryLimits
+from qsa.actors.telemetry import EngineStats, Health, SchedulerPing, StageStats
+from qsa.actors.transport import TransportClosed
+from qsa.actors.watchdog import STUCK_S, TICK_S, Trouble, Watchdog
+from qsa.errors import EngineDeadError, EngineRecoveringError, RequestError
 from qsa.kernels.registry import SparseConfig
 from qsa.scheduler.growth import StageCapacity
-from qsa.scheduler.plan import SequenceStep, StepPlan, StepResult
+from qsa.scheduler.plan import BurstEnd, BurstPlan, SequenceStep, StepPlan, StepResult
 from qsa.scheduler.request import Request, RequestOutput, SamplingParams
 from qsa.scheduler.scheduler import Scheduler
 
-POLL_S = 3.0  # longest silence of a poll; then it returns empty
-LEASE_S = 30.0  # a client that has not polled for so long is gone, and its requests are aborted,
-FORGET_LEASES = 20  # and after so many times that, it is forgotten
+LEASE_S = 30.0  # a client that has not polled for so long is gone, and its requests are aborted
 STATS_TIMEOUT_S = 2.0
-CONTROL = {"concurrency_group": "control"}
 WARM_UP_SAMPLING = (  # every way the sampler can take
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.8, top_p=0.9, logprobs=5),
@@ -48,6 +51,9 @@ class SchedulerSpec:
 
     Attributes:
         vocab_size: token ids of a request must be below it.
+        transport:  `pipeline.transport`; device: where the stages compute.
+        lease_s:    a client that has not polled for so long is gone.
+        tick_s:     of the watchdog; stuck_s: no step hangs before; start_timeout_s: nor does a recovery that takes less fail.
     """
 
     max_sequences: int
@@ -60,52 +66,101 @@ class SchedulerSpec:
     sparse: dict[int, SparseConfig]
     vocab_size: int
     default_sparse_id: int
+    busy_chunk: int | None = None
+    burst_steps: int = 32
+    transport: str = "auto"
+    device: str = "cpu"
     lease_s: float = LEASE_S
     tick_s: float = TICK_S
-
-
-@dataclass
-class _Client:
-    """One process that sends requests. `request_ids`: those that have not ended."""
-
-    seen_at: float
-    request_ids: set[str] = field(default_factory=set)
-    outputs: list[RequestOutput] = field(default_factory=list)
-    waiter: asyncio.Future[None] | None = None
+    stuck_s: float = STUCK_S
+    start_timeout_s: float = 600.0
 
 
 class SchedulerActor:
-    """Plain class; as an actor it is async, so that polls, submissions and steps interleave. `stages`: actor handles."""
+    """Plain class; as an actor it is async, so that polls, submissions and results interleave. `stages`: actor handles."""
 
     def __init__(self, spec: SchedulerSpec, stages: Sequence[Any]) -> None:
         self._spec, self._stages = spec, list(stages)
         self._scheduler: Scheduler | None = None
         self._capacities: tuple[StageCapacity, ...] = ()
-        self._idle_lanes = set(range(spec.lanes))
-        self._clients: dict[str, _Client] = {}
-        self._owners: dict[str, _Client] = {}  # by request id
-        self._steps: set[asyncio.Task[None]] = set()
+        self._desk = ClientDesk(spec.lease_s)
+        self._pipeline = Pipeline(self._stages, self)
+        self._linker = Linker(self._stages, spec.transport, spec.device)
+        self._link: Link | None = None
         self._dead: str | None = None
-        self._watchdog = Watchdog([self._ping_of(stage) for stage in self._stages], self._die, tick_s=spec.tick_s)
+        processes: dict[int, ProcessId] = {}
+        self._watchdog = Watchdog(
+            [self._ping_of(stage) for stage in self._stages],
+            self._on_trouble,
+            processes=processes,
+            is_busy=lambda: not self._pipeline.is_quiet,
+            tick_s=spec.tick_s,
+            stuck_s=spec.stuck_s,
+        )
+        limits = RecoveryLimits(total_s=spec.start_timeout_s)
+        self._recovery = Recovery(self._stages, self._link_stages, processes, limits)
+        self._recovering: asyncio.Task[None] | None = None
+        self._epoch = 0  # before there is a scheduler that counts them
         self._began_at = time.monotonic()
 
     def __repr__(self) -> str:
         return f"Scheduler({len(self._stages)} stages, {self._spec.lanes} lanes)"
 
-    async def begin(self, capacities: Sequence[StageCapacity], prompt_lengths: Sequence[int] = (64,)) -> None:
-        """Send first prompts through the stages, then take requests.
+    async def ping(self) -> SchedulerPing:
+        """Which process this is, and whether it has begun."""
+        return SchedulerPing(this_process(), self._scheduler is not None, self._watchdog.longest_s)
 
-        prompt_lengths: of these prompts, as far as a prefill chunk and the model's context allow them.
+    async def begin(
+        self, capacities: Sequence[StageCapacity], loads: Sequence[tuple[Any, ...]], prompt_lengths: Sequence[int] = (64,)
+    ) -> Link:
+        """Link the stages, send first prompts through them, then take requests.
+
+        Args:
+            loads:          arguments of each stage's `load`, should it have to load again.
+            prompt_lengths: of the first prompts, as far as a prefill chunk and the model's context allow them.
+
+        Returns:
+            How the stages are linked.
 
         Raises:
-            QSAError: a stage could not run one.
+            QSAError: a stage could not run one, or they cannot be linked.
         """
+        await self._link_stages()
         await self._warm_up(prompt_lengths)
-        self._capacities = tuple(capacities)
+        return self._start(capacities, loads)
+
+    async def resume(
+        self, capacities: Sequence[StageCapacity], loads: Sequence[tuple[Any, ...]], epoch: int, step_s: float
+    ) -> Link:
+        """Instead of `begin`, in the place of a scheduler that was lost: make the stages ready, in whatever state they are.
+
+        Args:
+            epoch:  newer than any of that scheduler's.
+            step_s: a step may take so long.
+
+        Raises:
+            EngineDeadError: a stage cannot be brought back.
+        """
+        self._epoch = epoch
+        self._watchdog.learn(step_s)
+        self._recovery.loads = loads
+        await self._recovery.run(Trouble("stalled", None, "the scheduler has died"), self._next_epoch, 2 * step_s)
+        return self._start(capacities, loads)
+
+    def _start(self, capacities: Sequence[StageCapacity], loads: Sequence[tuple[Any, ...]]) -> Link:
+        """From now on requests are taken."""
+        self._capacities, self._recovery.loads = tuple(capacities), loads
         self._scheduler = self._new_scheduler()
+        self._scheduler.epoch = self._epoch
         self._began_at = time.monotonic()
         self._watchdog.start()
         self._leases = asyncio.get_running_loop().create_task(self._watch_leases())
+        assert self._link is not None
+        return self._link
+
+    async def _link_stages(self) -> None:
+        self._link = await self._linker.link()
+        self._pipeline.forward_options = self._link.forward_options
 
     def _new_scheduler(self) -> Scheduler:
         spec = self._spec
@@ -115,9 +170,11 @@ class SchedulerActor:
             max_waiting=spec.max_waiting,
             max_model_len=spec.max_model_len,
             prefill_chunk=spec.prefill_chunk,
+            busy_chunk=spec.busy_chunk,
             growth_horizon=spec.growth_horizon,
             eos_token_ids=spec.eos_token_ids,
             lanes=spec.lanes,
+            burst_steps=spec.burst_steps,
             sparse=spec.sparse,
         )
 
@@ -132,21 +189,29 @@ class SchedulerActor:
         for position, sampling in zip(range(lengths[-1], spec.max_model_len), WARM_UP_SAMPLING, strict=False):
             counts = ((0, 1),) if sampling.presence_penalty else ()
             steps.append(SequenceStep("warm-up", 0, position, (0,), is_prefill=False, sampling=sampling, counts=counts))
-        first = -len(steps) - 1  # so that the first real step is number 0
+        first = -len(steps)  # so that the first real step is number 0
         for number, step in enumerate(steps):
             opened = ((0, spec.default_sparse_id),) if step.is_prefill else ()
-            released = (0,) if step.is_prefill and number else ()
-            await self._send(StepPlan(0, first + number, 0, (step,), opened, released))
-        await self._send(StepPlan(0, -1, 0, release_slots=(0,)))
+            if step.is_prefill:
+                self._pipeline.release(0, (0,))
+            began = time.monotonic()
+            await self._pipeline.step(StepPlan(0, first + number, 0, (step,), opened))
+            self._watchdog.learn(time.monotonic() - began)
+        self._pipeline.release(0, (0,))
         await self._reset_stages()
 
     async def _reset_stages(self) -> None:
-        await asyncio.gather(*(_answer(stage.reset_stats.options(**CONTROL).remote()) for stage in self._stages))
+        await self._ask_stages("reset_stats")
+
+    async def _ask_stages(self, method: str) -> list[Any]:
+        """Call a method of every stage's control group."""
+        calls = [getattr(stage, method).options(**CONTROL).remote() for stage in self._stages]
+        return list(await asyncio.gather(*map(_answer, calls)))
 
     async def reset_stats(self) -> None:
         """Count from zero, and forget what was learned about load, once the requests so far have left every stage."""
         scheduler = self._alive()
-        while not scheduler.is_idle or len(self._idle_lanes) < self._spec.lanes:
+        while not (scheduler.is_idle and self._pipeline.is_quiet and self._recovering is None):
             await asyncio.sleep(0.002)
             self._alive()
         fresh = self._new_scheduler()
@@ -174,10 +239,7 @@ class SchedulerActor:
             _check_ids(ids, self._spec.vocab_size, param)
         _check_travels(request_id, sampling)
         scheduler.add(Request(request_id, tuple(prompt.tolist()), sampling, sparse_id, priority))
-        client = self._client(client_id)
-        client.seen_at = time.monotonic()
-        client.request_ids.add(request_id)
-        self._owners[request_id] = client
+        self._desk.open(client_id, request_id)
         self._fill()
 
     async def abort(self, request_id: str, submitted: None = None) -> None:
@@ -185,6 +247,9 @@ class SchedulerActor:
 
         `submitted`: what `submit` returned, when that may still be on its way: Ray then runs this after it.
         """
+        self._abort(request_id)
+
+    def _abort(self, request_id: str) -> None:
         if self._dead is None and self._scheduler is not None:
             self._scheduler.abort(request_id)
             self._fill()
@@ -195,15 +260,7 @@ class SchedulerActor:
         Raises:
             EngineDeadError: a part has died, and there are no more outputs: it ends every open request.
         """
-        client = self._client(client_id)
-        client.seen_at = time.monotonic()
-        if not client.outputs and self._dead is None:
-            loop = asyncio.get_running_loop()
-            waiter = client.waiter = loop.create_future()
-            timer = loop.call_later(POLL_S, _wake, waiter)
-            await waiter
-            timer.cancel()
-        outputs, client.outputs = client.outputs, []
+        outputs = await self._desk.poll(client_id, wait=self._dead is None)
         if not outputs and self._dead is not None:
             raise EngineDeadError(self._dead)
         return outputs
@@ -217,80 +274,107 @@ class SchedulerActor:
             EngineDeadError: a stage is gone or does not answer.
         """
         scheduler = self._alive()
-        calls = [_answer(stage.stats.options(**CONTROL).remote()) for stage in self._stages]
+        if self._recovering is not None:
+            raise EngineRecoveringError(self._recovery.reason or "recovering")
         try:
             async with asyncio.timeout(STATS_TIMEOUT_S):
-                stages: list[StageStats] = await asyncio.gather(*calls)
+                stages: list[StageStats] = await self._ask_stages("stats")
         except TimeoutError:
             raise EngineDeadError(f"a stage has not answered within {STATS_TIMEOUT_S:g} s") from None
         return EngineStats(scheduler.counters(), tuple(stages), time.monotonic() - self._began_at)
 
+    async def start_trace(self) -> None:
+        """Let every stage keep the spans of its time."""
+        await self._ask_stages("start_trace")
+
+    async def take_trace(self) -> list[list[Any]]:
+        """Every stage's spans since `start_trace`."""
+        return await self._ask_stages("take_trace")
+
     async def health(self) -> Health:
         """What the watchdog knows; never waits for a stage."""
-        reason = self._dead or self._watchdog.complaint()
+        reason = self._dead or self._recovery.reason or self._watchdog.complaint()
         if self._scheduler is None and reason is None:
             reason = "the engine is starting"
-        return Health(reason is None, reason, self._watchdog.heartbeat_age_s)
+        return Health(reason is None, reason, self._watchdog.heartbeat_age_s, is_dead=self._dead is not None)
 
-    # steps
+    # plans
 
     def _fill(self) -> None:
-        """Start a step in every idle lane that has something to do, and hand outputs out."""
-        scheduler = self._scheduler
+        """Give the stages what they can do now, and hand outputs out."""
+        scheduler, pipeline = self._scheduler, self._pipeline
         if self._dead is not None or scheduler is None:
             return
+        if self._recovering is not None:  # what comes meanwhile is queued
+            self._desk.deliver(scheduler.take_outputs())
+            return
         try:
-            for lane in sorted(self._idle_lanes):
-                plan = scheduler.next_plan(lane)
-                if plan is not None:
-                    self._idle_lanes.discard(lane)
-                    task = asyncio.get_running_loop().create_task(self._step(plan, self._send(plan)))
-                    self._steps.add(task)
-                    task.add_done_callback(self._steps.discard)
-            self._deliver(scheduler.take_outputs())
+            if pipeline.burst is None:
+                burst = scheduler.next_burst()
+                self._release()
+                if burst is not None:
+                    pipeline.send_burst(burst)
+                else:
+                    pipeline.flush()
+            while pipeline.burst is None or not pipeline.has_chunk:  # one a round, or as many as there may be
+                chunk = scheduler.next_chunk()
+                self._release()
+                if chunk is None:
+                    break
+                pipeline.send_chunk(chunk)
+            if pipeline.burst is not None and scheduler.should_cut():
+                pipeline.cut()
+            self._desk.deliver(scheduler.take_outputs())
         except Exception as error:  # a bug in the planning must not leave everybody waiting
             logger.exception("planning failed")
             self._die(f"planning failed: {describe(error)}")
 
-    def _send(self, plan: StepPlan) -> Awaitable[StepResult]:
-        """Send a plan through all stages. What one returns goes to the next by reference, never through this process's
-        hands; a stage runs its calls in the order they are made here."""
-        data = plan.to_bytes()
-        message = None
-        for stage in self._stages:
-            message = stage.forward.remote(data, message)
-        assert message is not None
-        return message
+    def _release(self) -> None:
+        assert self._scheduler is not None
+        slots = self._scheduler.take_releases()
+        if slots:
+            self._pipeline.release(self._scheduler.epoch, slots)
 
-    async def _step(self, plan: StepPlan, result: Awaitable[StepResult]) -> None:
-        scheduler = self._scheduler
-        assert scheduler is not None
+    def on_results(self, results: Sequence[StepResult]) -> None:
+        """Results of a chunk, or of steps of the burst under way."""
+        self._watchdog.beat()
+        self._recovery.completed_step()
+        self._note(lambda scheduler: [output for result in results for output in scheduler.apply(result)])
+
+    def on_burst_end(self, end: BurstEnd) -> None:
+        """The burst under way is over."""
+        self._note(lambda scheduler: scheduler.end_burst(end))
+
+    def on_failure(self, plan: StepPlan | BurstPlan, error: BaseException) -> None:
+        """A call for a plan raised: what a chunk was for ends with an error, unless a stage has died.
+
+        A burst carries the failures of its steps; when one of its calls raises, the stages are out of step.
+        """
+        if is_actor_death(error):
+            self._on_trouble(Trouble("died", None, "a stage has died"))
+            return
+        if isinstance(plan, BurstPlan) or isinstance(original_error(error), TransportClosed):
+            self._on_trouble(Trouble("stalled", None, f"the stages have lost each other ({describe(error)})"))
+            return
+        logger.error("step %d failed: %s", plan.step, error)
+        message = f"the model failed in this step: {describe(error)}"
+
+        def fail(scheduler: Scheduler) -> list[RequestOutput]:
+            scheduler.fail_plan(plan, message)
+            return scheduler.take_outputs()
+
+        self._note(fail)
+
+    def _note(self, take: Callable[[Scheduler], list[RequestOutput]]) -> None:
+        """Let the scheduler take what has happened, tell the clients, and go on."""
+        if self._dead is not None or self._scheduler is None:
+            return
         try:
-            outputs = scheduler.apply(await result)
-        except Exception as error:
-            if is_actor_death(error):
-                self._die(f"a stage has died: {describe(error)}")
-                return
-            logger.exception("step %d failed", plan.step)
-            scheduler.fail_plan(plan, f"the model failed in this step: {describe(error)}")
-            outputs = scheduler.take_outputs()
-        else:
-            self._watchdog.beat()
-        self._idle_lanes.add(plan.lane)
-        self._deliver(outputs)
+            self._desk.deliver(take(self._scheduler))
+        except Exception as error:  # a bug in the bookkeeping must not leave everybody waiting
+            logger.exception("bookkeeping failed")
+            self._die(f"bookkeeping failed: {describe(error)}")
         self._fill()
-
-    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        for output in outputs:
-            client = self._owners.get(output.request_id)
-            if client is None:
-                continue
-            client.outputs.append(output)
-            if output.finish_reason is not None:
-                del self._owners[output.request_id]
-                client.request_ids.discard(output.request_id)
-            if client.waiter is not None:
-                _wake(client.waiter)
 
     # life and death
 
@@ -298,8 +382,38 @@ class SchedulerActor:
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         if self._scheduler is None:
-            raise EngineDeadError("the engine is starting")
+            raise EngineRecoveringError("the engine is starting")
         return self._scheduler
+
+    def _next_epoch(self) -> int:
+        """Let everything begin anew on stages that hold nothing."""
+        if self._scheduler is None:
+            self._epoch += 1
+            return self._epoch
+        epoch = self._scheduler.restart()
+        self._desk.deliver(self._scheduler.take_outputs())
+        return epoch
+
+    def _on_trouble(self, trouble: Trouble) -> None:
+        """The stages cannot go on: bring them back, once, however many say so."""
+        if self._dead is not None or self._recovering is not None or self._scheduler is None:
+            return
+        self._watchdog.stop()
+        self._pipeline.forget()
+        self._recovering = asyncio.get_running_loop().create_task(self._recover(trouble))
+
+    async def _recover(self, trouble: Trouble) -> None:
+        try:
+            await self._recovery.run(trouble, self._next_epoch, 2 * self._watchdog.longest_s)
+        except Exception as error:  # of whatever kind: everybody waits
+            if not isinstance(error, EngineDeadError):
+                logger.exception("recovery failed")
+            self._die(str(error) if isinstance(error, EngineDeadError) else f"recovery failed: {describe(error)}")
+            return
+        finally:
+            self._recovering = None
+        self._watchdog.start()
+        self._fill()
 
     def _die(self, reason: str) -> None:
         """A part is gone for good: tell everybody who waits, and refuse what comes."""
@@ -307,31 +421,14 @@ class SchedulerActor:
             return
         logger.error("the engine is dead: %s", reason)
         self._dead = reason
-        self._owners.clear()
-        for client in self._clients.values():
-            client.request_ids.clear()
-            if client.waiter is not None:
-                _wake(client.waiter)
-
-    def _client(self, client_id: str) -> _Client:
-        client = self._clients.get(client_id)
-        if client is None:
-            client = self._clients[client_id] = _Client(time.monotonic())
-        return client
+        self._watchdog.stop()
+        self._pipeline.forget()
+        self._desk.close()
 
     async def _watch_leases(self) -> None:
-        """Abort the requests of clients that no longer poll. A client is forgotten later, so that one which was only
-        asleep, and comes back, hears how its requests ended."""
-        lease_s = self._spec.lease_s
         while self._dead is None:
-            await asyncio.sleep(lease_s / 4)
-            now = time.monotonic()
-            for client_id, client in list(self._clients.items()):
-                if now - client.seen_at > lease_s:
-                    for request_id in list(client.request_ids):
-                        await self.abort(request_id)
-                if now - client.seen_at > FORGET_LEASES * lease_s:
-                    del self._clients[client_id]
+            await asyncio.sleep(self._spec.lease_s / 4)
+            self._desk.expire(self._abort)
 
     def _ping_of(self, stage: Any) -> Any:
         return lambda: _answer(stage.ping.options(**CONTROL).remote())
@@ -340,11 +437,6 @@ class SchedulerActor:
 async def _answer(reference: Awaitable[Any]) -> Any:
     """Await an object reference as a coroutine, which asyncio's helpers want."""
     return await reference
-
-
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 def _check_travels(request_id: str, sampling: SamplingParams) -> None:

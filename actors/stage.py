@@ -1,37 +1,51 @@
-"""StageActor: one run of layers with its KV pool, as a process that computes step after step."""
+"""StageActor: one run of layers with its KV pool, as a process that computes chunks of prompts and bursts of decode steps."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from qsa.actors.process import this_process
+from qsa.actors.stage_clock import Span, StageClock
 from qsa.actors.stage_spec import StageSpec
-from qsa.actors.telemetry import StageStart, StageStats, WarmUpProgress
+from qsa.actors.telemetry import StagePing, StageStart, StageStats, WarmUpProgress, stage_stats
+from qsa.scheduler.burst import Burst
 from qsa.scheduler.growth import StageCapacity
-from qsa.scheduler.plan import StepPlan, StepResult
+from qsa.scheduler.plan import BurstEnd, BurstPlan, StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from qsa.actors.stage_burst import Results
     from qsa.actors.stage_steps import ModelBuilder, StageSteps
     from qsa.actors.transport import HiddenMessage
     from qsa.memory.budget import CardMemory
+    from qsa.model.layer_times import LayerTimes
+
+RESULTS_S = 1.0  # longest wait for a burst's next results
 
 
 class StageActor:
-    """Layers [first_layer, last_layer) and their K and V. Steps run one at a time, in the order of their calls.
+    """Layers [first_layer, last_layer) and their K and V. Chunks, bursts and releases run one at a time, in the order of
+    their calls.
 
-    A plain class, so that a test can build it in-process. As an actor, `ping`, `progress`, `stats` and `reset_stats` run
-    beside a step in the concurrency group `control`; they read counters only.
+    A plain class, so that a test can build it in-process. As an actor, three concurrency groups run beside the steps:
+    `control` reads counters and sets flags, `results` waits for a burst's results, `link` takes what other stages deliver.
     """
 
     def __init__(self, spec: StageSpec, build: ModelBuilder | None = None) -> None:
         self._spec, self._build = spec, build
         self._steps: StageSteps | None = None
-        self._last_step = (-1, 0)  # epoch, step
-        self._step_began: float | None = None
+        self._clock = StageClock()
+        self._epoch = 0  # plans of older ones are late, and dropped
+        self._working_since: float | None = None
         self._progress = WarmUpProgress()
-        self._busy_s, self._num_steps, self._num_tokens = 0.0, 0, 0
+        self._num_steps, self._num_tokens = 0, 0
+        self._lock = threading.Lock()  # of what control calls and steps share: the burst under way and its results
+        self._burst: Burst | None = None
+        self._results: Results | None = None
+        self._to_cut: tuple[int, int] | None = None  # epoch and step of a burst to end, which may not have begun
 
     def __repr__(self) -> str:
         s = self._spec
@@ -49,10 +63,11 @@ class StageActor:
 
         return look_at_card(self._spec)
 
-    def load(self, num_chunks: int | None = None) -> StageCapacity:
+    def load(self, num_chunks: int | None = None, layers: tuple[int, int] | None = None) -> StageCapacity:
         """Read the weights and allocate the KV pool; not in `__init__`, where Ray would lose the error's type.
 
-        num_chunks: of the pool, where it was not known when the stage was started.
+        num_chunks, layers: of the pool, and the first layer and the one after the last, where they were not known when the
+        stage was started.
 
         Raises:
             QSAError: the model or the memory is not there.
@@ -61,7 +76,9 @@ class StageActor:
 
         if num_chunks is not None:
             self._spec = replace(self._spec, num_chunks=num_chunks)
-        self._steps = StageSteps(self._spec, self._build or build_model)
+        if layers is not None:
+            self._spec = replace(self._spec, first_layer=layers[0], last_layer=layers[1])
+        self._steps = StageSteps(self._spec, self._build or build_model, self._clock)
         return self._steps.capacity()
 
     def warm_up(self) -> StageStart:
@@ -75,8 +92,52 @@ class StageActor:
     def _note_progress(self, done: int, total: int, what: str) -> None:
         self._progress = WarmUpProgress(done, total, what)
 
+    # links
+
+    def host(self) -> str:
+        """The address of this stage's node."""
+        import ray  # noqa: PLC0415 - in-process stages have none
+
+        return str(ray.util.get_node_ip_address()) if ray.is_initialized() else "127.0.0.1"  # type: ignore[no-untyped-call]
+
+    def open_link(self, link: int, name: str, secret: bytes) -> str:
+        """Prepare to exchange hidden states with the other stages, for everything before in vain.
+
+        Args:
+            link:   a running number; what comes from another link is dropped.
+            name:   the kind of transport.
+            secret: that all stages of the engine share.
+
+        Returns:
+            The address for the other stages.
+        """
+        return self._loaded().link(link, name, secret, self.host())
+
+    def connect(self, addresses: list[str], next_stage: Any, first_stage: Any, timeout_s: float) -> None:
+        """Join the links that every stage has opened.
+
+        Raises:
+            QSAError: another stage cannot be reached.
+        """
+        self._loaded().linked.connect(addresses, next_stage, first_stage, timeout_s)
+
+    def deliver(self, link: int, kind: str, header: bytes, packed: Any) -> bool:
+        """Take what another stage's transport sends by a call; concurrency group `link`. False: it belongs to another link."""
+        steps = self._steps
+        transport = None if steps is None else steps.transport
+        return transport is not None and transport.deliver(link, kind, header, packed)
+
+    def reset(self, epoch: int) -> None:
+        """Close every slot and let go of the link; plans of older epochs are dropped from now on."""
+        self._epoch = epoch
+        steps = self._loaded()
+        steps.unlink()
+        steps.release(range(self._spec.max_sequences))
+
+    # steps
+
     def forward(self, data: bytes, message: HiddenMessage | None) -> HiddenMessage | StepResult:
-        """Run this stage's part of a step.
+        """Run this stage's part of a chunk plan.
 
         Args:
             data:    a StepPlan's bytes.
@@ -85,54 +146,150 @@ class StageActor:
         Returns:
             The message for the next stage; on the last stage, the step's result.
         """
-        steps = self._loaded()
-        began = self._step_began = time.perf_counter()
+        steps, plan = self._loaded(), StepPlan.from_bytes(data)
+        self._take_epoch(plan.epoch)
+        self._note_working(True)
         try:
-            plan = StepPlan.from_bytes(data)
-            assert (plan.epoch, plan.step) > self._last_step, f"step {plan.step} came after {self._last_step}"
-            self._last_step = (plan.epoch, plan.step)
-            result = steps.run(plan, message, began)
-            self._num_steps += 1
+            result = steps.run(plan, message)
             self._num_tokens += plan.num_tokens
             return result
         finally:
-            self._step_began = None
-            self._busy_s += time.perf_counter() - began
+            self._note_working(False)
 
-    # control: runs beside a step
+    def drive(self, data: bytes) -> BurstEnd:
+        """Run a burst, as the first stage; its results are for `take_results`.
 
-    def ping(self) -> float:
-        """How long the step under way has been running, in seconds; 0 when there is none."""
-        began = self._step_began
-        return 0.0 if began is None else time.perf_counter() - began
+        data: a BurstPlan's bytes.
+
+        Raises:
+            TransportClosed: another stage is gone.
+        """
+        from qsa.actors.stage_burst import drive  # noqa: PLC0415
+
+        steps, plan = self._loaded(), BurstPlan.from_bytes(data)
+        self._take_epoch(plan.epoch)
+        results = self._results_of(plan.epoch, plan.step)
+        with self._lock:
+            burst = self._burst = Burst(plan)
+            if self._to_cut == (plan.epoch, plan.step):
+                burst.cut()
+
+        def report(result: StepResult) -> None:
+            self._num_tokens += len(result.results)
+            results.put(result)
+
+        try:
+            return drive(steps, burst, report, self._note_working)
+        finally:
+            self._burst = None
+            self._note_working(False)
+            results.finish()
+
+    def follow(self, epoch: int, step: int) -> None:
+        """Run a burst, as any other stage, until the first one ends it.
+
+        Raises:
+            TransportClosed: another stage is gone.
+        """
+        from qsa.actors.stage_burst import follow  # noqa: PLC0415
+
+        self._take_epoch(epoch)
+        try:
+            follow(self._loaded(), self._note_working)
+        finally:
+            self._note_working(False)
+
+    def release(self, epoch: int, slots: tuple[int, ...]) -> None:
+        """Give slots back. Those that are not open, after a step that failed on an earlier stage, are left alone."""
+        if epoch >= self._epoch:
+            self._loaded().release(slots)
+
+    def _take_epoch(self, epoch: int) -> None:
+        if epoch < self._epoch:
+            raise RuntimeError(f"a plan of epoch {epoch} came late: this is epoch {self._epoch}")
+        self._epoch = epoch
+
+    def _note_working(self, is_working: bool) -> None:
+        self._working_since = time.perf_counter() if is_working else None
+        self._num_steps += not is_working
+
+    # concurrency group `results`
+
+    def take_results(self, epoch: int, step: int) -> tuple[list[StepResult], bool]:
+        """Results of a burst since the last call, and whether they were the last ones; waits RESULTS_S for something."""
+        return self._results_of(epoch, step).take(RESULTS_S)
+
+    def _results_of(self, epoch: int, step: int) -> Results:
+        """The burst's results, also before it begins; those of an older burst are forgotten."""
+        from qsa.actors.stage_burst import Results  # noqa: PLC0415
+
+        with self._lock:
+            if self._results is None or (self._results.epoch, self._results.step) < (epoch, step):
+                self._results = Results(epoch, step)
+            assert (self._results.epoch, self._results.step) == (epoch, step), "results of a burst that is long over"
+            return self._results
+
+    # concurrency group `control`
+
+    def cut(self, epoch: int, step: int) -> None:
+        """End a burst after the steps that are under way."""
+        with self._lock:
+            self._to_cut = epoch, step
+            burst = self._burst
+            if burst is not None and (burst.plan.epoch, burst.plan.step) == (epoch, step):
+                burst.cut()
+
+    def abandon(self, epoch: int) -> None:
+        """What this stage waits for from others will not come: whoever waits gives up. `reset(epoch)` follows."""
+        self._epoch = max(self._epoch, epoch)
+        steps = self._steps
+        transport = None if steps is None else steps.transport
+        if transport is not None:
+            transport.abandon()
+
+    def ping(self) -> StagePing:
+        """Whether the stage computes, and how far it has come."""
+        since = self._working_since
+        running_s = 0.0 if since is None else time.perf_counter() - since
+        return StagePing(running_s, self._num_steps, this_process(), self._steps is not None)
 
     def progress(self) -> WarmUpProgress:
         """How far the warm-up is."""
         return self._progress
 
     def stats(self) -> StageStats:
-        spec, model = self._spec, self._loaded().model
-        return StageStats(
+        spec, steps = self._spec, self._loaded()
+        return stage_stats(
+            self._clock,
+            steps.transport,
             stage=spec.stage,
             layers=(spec.first_layer, spec.last_layer),
             device=spec.device,
             pid=os.getpid(),
-            pool=model.cache.stats(),
-            weight_bytes=model.weight_bytes,
-            busy_s=self._busy_s,
+            pool=steps.model.cache.stats(),
+            weight_bytes=steps.model.weight_bytes,
             steps=self._num_steps,
             tokens=self._num_tokens,
-            running_s=self.ping(),
+            running_s=self.ping().running_s,
         )
 
     def reset_stats(self) -> None:
         """Begin counting at zero, after a warm-up."""
-        self._busy_s, self._num_steps, self._num_tokens = 0.0, 0, 0
+        self._clock.reset()
+        self._num_steps, self._num_tokens = 0, 0
+
+    def start_trace(self) -> None:
+        """Keep the spans of time that the clock measures, the newest ones."""
+        self._clock.start_trace()
+
+    def take_trace(self) -> list[Span]:
+        """The spans since `start_trace`; none are kept after that."""
+        return self._clock.take_trace()
 
     def close(self) -> None:
         """Give weights and KV back. Calling it again does nothing."""
         if self._steps is not None:
-            self._steps.model.close()
+            self._steps.close()
             self._steps = None
 
     def _loaded(self) -> StageSteps:

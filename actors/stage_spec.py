@@ -17,6 +17,7 @@ class StageSpec:
         model_path:    as in the configuration; every stage opens it and reads its own layers only.
         num_chunks:    of its KV pool; on a card decided when the stage has looked at it, and 0 until then.
         prefill_chunk: most tokens of a prefill step.
+        lanes:         micro-batches that decodes are divided into.
         num_threads:   CPU threads of its operators.
     """
 
@@ -36,6 +37,7 @@ class StageSpec:
     load_format: str = "auto"
     device: str = "cpu"
     prefill_chunk: int = 512
+    lanes: int = 2
     num_threads: int = 1
 
     @property

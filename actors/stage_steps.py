@@ -9,9 +9,11 @@ from typing import Any, Protocol
 
 import torch
 
+from qsa.actors.stage_clock import StageClock
 from qsa.actors.stage_spec import StageSpec
+from qsa.actors.stage_timer import make_timer
 from qsa.actors.telemetry import StageStart
-from qsa.actors.transport import HiddenMessage, ObjectStoreTransport
+from qsa.actors.transport import HiddenMessage, Transport, TransportSpec, make_transport
 from qsa.device import why_not_cards
 from qsa.errors import BudgetError, ConfigError
 from qsa.memory.budget import CardMemory, gib
@@ -36,6 +38,8 @@ class Model(Protocol):
     attention: Any
     cache: Any
 
+    @property
+    def hidden_size(self) -> int: ...
     @property
     def weight_bytes(self) -> int: ...
     def forward(
@@ -92,9 +96,9 @@ def look_at_card(spec: StageSpec) -> CardMemory:
 
 
 class StageSteps:
-    """The model of one stage and which slots are open on it."""
+    """The model of one stage, which slots are open on it, and its transport."""
 
-    def __init__(self, spec: StageSpec, build: ModelBuilder) -> None:
+    def __init__(self, spec: StageSpec, build: ModelBuilder, clock: StageClock) -> None:
         """Read the weights and allocate the KV pool.
 
         Raises:
@@ -105,7 +109,8 @@ class StageSteps:
         self._device = torch.device(spec.device)
         with _memory_named(spec, "loading"):
             self.model = build(spec)
-        self._transport = ObjectStoreTransport(self.model.dtype, self._device)
+        self.clock, self.timer = clock, make_timer(clock, self._device)
+        self.transport: Transport | None = None
         self._sparse_ids: dict[int, int] = {}  # slot -> its sequence's configuration
 
     def capacity(self) -> StageCapacity:
@@ -135,35 +140,40 @@ class StageSteps:
             warm_up_s=time.monotonic() - began,
         )
 
-    def run(self, plan: StepPlan, message: HiddenMessage | None, began: float) -> HiddenMessage | StepResult:
-        """This stage's part of a step; `began` is when its time began to count."""
-        self._turn_over_slots(plan)
-        results: tuple[SequenceResult, ...] = ()
-        selection = message.selection if message is not None else ()
-        packed = None
-        if plan.items:
-            out = self._compute(plan, message)
-            if self._spec.is_last:
-                results = _sample(plan.items, out)
-            else:
-                packed = self._transport.pack(out)
-            selection += self._selection(plan)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # a step has ended, and its time is true, when its work has
+    def run(self, plan: StepPlan, message: HiddenMessage | None) -> HiddenMessage | StepResult:
+        """This stage's part of a plan whose hidden states travel as object references."""
+        began = time.perf_counter()
+        hidden = None
+        if message is not None:
+            assert (message.epoch, message.step) == (plan.epoch, plan.step), "hidden states of another step"
+            with self.clock.span("receive", plan.lane, plan.step):
+                hidden = self.linked.unpack(message.hidden)
+        with self.clock.span("chunk" if plan.items[0].is_prefill else "compute", plan.lane, plan.step):
+            out = self.compute(plan, hidden)
+            results = self.sample(plan, out) if self._spec.is_last else ()
+            selection = (*(message.selection if message is not None else ()), *self.selection(plan))
+            if self._device.type == "cuda":
+                torch.cuda.current_stream().synchronize()  # a step has ended, and its time is true, when its work has
+                self.timer.anchor()
         times = (*(message.compute_ms if message is not None else ()), (time.perf_counter() - began) * 1e3)
         if self._spec.is_last:
             return StepResult(plan.epoch, plan.step, plan.lane, results, selection, times)
+        with self.clock.span("send", plan.lane, plan.step):
+            packed = self.linked.pack(out)
         return HiddenMessage(plan.epoch, plan.step, plan.lane, packed, times, selection)
 
-    def _turn_over_slots(self, plan: StepPlan) -> None:
-        for slot in plan.release_slots:
-            self.model.attention.release(slot)
-            self._sparse_ids.pop(slot, None)  # a step that failed on an earlier stage never opened it here
+    def compute(self, plan: StepPlan, hidden: torch.Tensor | None) -> torch.Tensor:
+        """Open the plan's new slots and run the stage's layers; on a card what is returned may not be there yet.
+
+        Args:
+            hidden: [num_tokens, hidden_size] of the stage before; None on the first stage.
+
+        Returns:
+            [num_tokens, hidden_size]; on the last stage, logits of the rows that are to be sampled.
+        """
         for slot, sparse_id in plan.open_slots:
             self.model.attention.open(slot, sparse_id)
             self._sparse_ids[slot] = sparse_id
-
-    def _compute(self, plan: StepPlan, message: HiddenMessage | None) -> torch.Tensor:
         segments = [Segment(i.slot, i.start, i.end, self._sparse_ids[i.slot], i.is_prefill) for i in plan.items]
         rows: list[int] = []
         if self._spec.is_last:
@@ -172,19 +182,75 @@ class StageSteps:
                 end += len(item.token_ids)
                 if item.sampling is not None:
                     rows.append(end - 1)
-        if message is None:
+        token_ids = None
+        if self._spec.stage == 0:
             token_ids = torch.tensor([token for item in plan.items for token in item.token_ids])
-            return self.model.forward(segments, token_ids, None, rows)
-        assert (message.epoch, message.step) == (plan.epoch, plan.step), "hidden states of another step"
-        return self.model.forward(segments, None, self._transport.unpack(message.hidden), rows)
+        return self.model.forward(segments, token_ids, hidden, rows)
 
-    def _selection(self, plan: StepPlan) -> tuple[SelectionStats, ...]:
+    def sample(self, plan: StepPlan, logits: torch.Tensor) -> tuple[SequenceResult, ...]:
+        """The next token of every item that asks for one; the others have an entry without."""
+        return _sample(plan.items, logits)
+
+    def selection(self, plan: StepPlan) -> tuple[SelectionStats, ...]:
+        """What selection did since the last call, as far as it is known and of the plan's sequences."""
         request_ids = {item.slot: item.request_id for item in plan.items}
         return tuple(
             SelectionStats(request_ids[s.slot], s.attended, s.context, s.num_selected, s.newly_hit, s.margin)
             for s in self.model.attention.take_stats()
             if s.slot in request_ids
         )
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Give slots back; those that are not open are left alone."""
+        for slot in slots:
+            self.model.attention.release(slot)
+            self._sparse_ids.pop(slot, None)
+
+    # transport
+
+    def link(self, number: int, name: str, secret: bytes, host: str) -> str:
+        """Prepare to exchange hidden states with the other stages, as `StageActor.open_link` says."""
+        spec = self._spec
+        self.unlink()
+        self.transport = make_transport(
+            TransportSpec(
+                name=name,
+                stage=spec.stage,
+                num_stages=spec.num_stages,
+                dtype=str(self.model.dtype).removeprefix("torch."),
+                device=self._device.type,
+                hidden_size=self.model.hidden_size,
+                lanes=spec.lanes,
+                max_rows=spec.max_sequences,
+                prefill_chunk=spec.prefill_chunk,
+                epoch=number,
+                secret=secret,
+            ),
+            host,
+        )
+        return self.transport.address()
+
+    def unlink(self) -> None:
+        """Let go of the transport. Calling it again does nothing."""
+        transport, self.transport = self.transport, None
+        if transport is not None:
+            transport.close()
+
+    @property
+    def is_last(self) -> bool:
+        return self._spec.is_last
+
+    @property
+    def linked(self) -> Transport:
+        """The transport that links this stage to the others."""
+        if self.transport is None:
+            raise RuntimeError(f"stage {self._spec.stage} has no transport: it was not linked, or has been reset")
+        return self.transport
+
+    def close(self) -> None:
+        """Give weights and KV back. Calling it again does nothing."""
+        self.unlink()
+        self.model.close()
 
 
 @contextlib.contextmanager
@@ -202,16 +268,17 @@ def _memory_named(spec: StageSpec, doing: str) -> Iterator[None]:
 
 
 def _sample(items: Sequence[SequenceStep], logits: torch.Tensor) -> tuple[SequenceResult, ...]:
-    """Choose the next token of every item that asks for one."""
-    asking = [item for item in items if item.sampling is not None]
-    rows = [_sample_row(item, item.sampling) for item in asking if item.sampling is not None]
+    """The next token of every item that asks for one."""
+    rows = [_sample_row(item, item.sampling) for item in items if item.sampling is not None]
+    sampled = iter(sample(logits, rows))
     results = []
-    for item, sampled in zip(asking, sample(logits, rows), strict=True):
-        if sampled.error is not None:
-            results.append(SequenceResult(item.request_id, error=sampled.error))
+    for item in items:
+        if item.sampling is None:
+            results.append(SequenceResult(item.request_id))
+        elif (one := next(sampled)).error is not None:
+            results.append(SequenceResult(item.request_id, error=one.error))
         else:
-            token = TokenOutput(sampled.token_id, sampled.logprob, sampled.top_logprobs)
-            results.append(SequenceResult(item.request_id, token))
+            results.append(SequenceResult(item.request_id, TokenOutput(one.token_id, one.logprob, one.top_logprobs)))
     return tuple(results)
 
 

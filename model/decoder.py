@@ -72,6 +72,11 @@ class StageModel:
         return self.last_layer == self.spec.num_layers
 
     @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states between stages."""
+        return self.spec.hidden_size
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of embedding, matrices and head held."""
         held = [*self._layers, *(part for part in (self._embedding, self._head) if part is not None)]

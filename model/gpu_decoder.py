@@ -175,6 +175,11 @@ class GpuStageModel:
         return self.last_layer == self.spec.num_layers
 
     @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states between stages."""
+        return self.spec.hidden_size
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of embedding, matrices and head held; a table that is both counts once."""
         held = sum(layer.nbytes for layer in self._layers)

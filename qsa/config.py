@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from qsa.errors import ConfigError
 from qsa.kernels.registry import DEFAULT_SPARSE_ID, DENSE_ID, SparseConfig
@@ -145,21 +145,44 @@ class LimitsConfig(FrozenModel):
         gt=0,
         description="Tokens of a prompt computed in one step, a multiple of 64; default: 512 on the CPU, 8192 on cards.",
     )
+    busy_chunk: int | None = Field(
+        None,
+        gt=0,
+        description="The same while others decode, whose tokens wait for it; default: 2048 on cards, else prefill_chunk.",
+    )
     growth_horizon: int = Field(256, gt=0, description="Tokens of growth that admission keeps room for.")
     max_body_bytes: int = Field(32 * MIB, gt=0, description="Largest HTTP request body.")
 
-    @field_validator("prefill_chunk")
+    @field_validator("prefill_chunk", "busy_chunk")
     @classmethod
-    def _whole_tiles(cls, value: int | None) -> int | None:
+    def _whole_tiles(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value is not None and value % 64:
-            raise ValueError(f"prefill_chunk must be a multiple of 64, got {value}")
+            raise ValueError(f"{info.field_name} must be a multiple of 64, got {value}")
         return value
+
+    @model_validator(mode="after")
+    def _busy_is_smaller(self) -> Self:
+        if self.busy_chunk is not None and self.prefill_chunk is not None and self.busy_chunk > self.prefill_chunk:
+            raise ValueError(f"busy_chunk must not exceed prefill_chunk ({self.prefill_chunk}), got {self.busy_chunk}")
+        return self
 
 
 class PipelineConfig(FrozenModel):
     num_stages: int = Field(2, gt=0, description="Stage actors; each holds a run of layers.")
-    lanes: int = Field(2, gt=0, le=2, description="Micro-batches in flight.")
-    split: tuple[int, ...] | None = Field(None, description="Layers of each stage; default: balanced.")
+    lanes: int | None = Field(
+        None, gt=0, le=2, description="Micro-batches that decodes are divided into; default: 2, and 1 where there is one stage."
+    )
+    burst_steps: int = Field(
+        32, gt=0, description="Decode steps that stages run by themselves before the scheduler plans again, at most."
+    )
+    transport: Literal["auto", "object_store", "rdt", "p2p"] = Field(
+        "auto",
+        description="How hidden states travel between stages: Ray's object store, its direct transport (NCCL, gloo), or point"
+        " to point (torch.distributed); auto: chosen at start by what is there, and said.",
+    )
+    split: tuple[int, ...] | None = Field(
+        None, description="Layers of each stage; default: so that the stages take equally long, as measured at the start."
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where stages compute; auto: cuda where PyTorch, Triton and an NVIDIA card are there, else cpu."
     )

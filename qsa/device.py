@@ -21,6 +21,8 @@ from qsa.memory.budget import CardMemory
 
 CPU_PREFILL_CHUNK = 512
 CARD_PREFILL_CHUNK = 8192
+CARD_BUSY_CHUNK = 2048
+MAX_LANES = 2
 OLDEST_CAPABILITY = (8, 0)  # Ampere
 _QUERY = "index,uuid,name,memory.free,memory.total"
 
@@ -77,10 +79,13 @@ def settle(config: EngineConfig, num_cards: int | None = None) -> EngineConfig:
             share = 1.0 if cards == 0 else 1 / -(-pipeline.num_stages // cards)
         share = int(share * 1e4 + 1e-6) / 1e4  # Ray counts in ten-thousandths
         pipeline = pipeline.model_copy(update={"gpus_per_stage": share})
-    if limits.prefill_chunk is None:
-        chunk = CARD_PREFILL_CHUNK if device == "cuda" else CPU_PREFILL_CHUNK
-        limits = limits.model_copy(update={"prefill_chunk": chunk})
-    return config.model_copy(update={"pipeline": pipeline.model_copy(update={"device": device}), "limits": limits})
+    chunk = limits.prefill_chunk or (CARD_PREFILL_CHUNK if device == "cuda" else CPU_PREFILL_CHUNK)
+    busy_chunk = limits.busy_chunk or (CARD_BUSY_CHUNK if device == "cuda" else chunk)
+    limits = limits.model_copy(update={"prefill_chunk": chunk, "busy_chunk": min(chunk, busy_chunk)})
+    lanes = pipeline.lanes or min(MAX_LANES, pipeline.num_stages)
+    return config.model_copy(
+        update={"pipeline": pipeline.model_copy(update={"device": device, "lanes": lanes}), "limits": limits}
+    )
 
 
 def prefill_chunk(config: EngineConfig) -> int:
@@ -88,6 +93,20 @@ def prefill_chunk(config: EngineConfig) -> int:
     chunk = settle(config).limits.prefill_chunk
     assert chunk is not None
     return chunk
+
+
+def busy_chunk(config: EngineConfig) -> int:
+    """Tokens of a prompt computed in one step while others decode."""
+    chunk = settle(config).limits.busy_chunk
+    assert chunk is not None
+    return chunk
+
+
+def num_lanes(config: EngineConfig) -> int:
+    """Micro-batches that decodes are divided into."""
+    lanes = settle(config).pipeline.lanes
+    assert lanes is not None
+    return lanes
 
 
 def stage_threads(config: EngineConfig) -> int:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,6 +83,7 @@ class ScriptedModel:
     """Layers [first_layer, last_layer) of the rule above. Hidden states carry token and position."""
 
     dtype = torch.float32
+    hidden_size = HIDDEN_SIZE
     weight_bytes = 0
 
     def __init__(self, spec: StageSpec) -> None:
@@ -183,43 +185,72 @@ def build_failing(spec: StageSpec) -> ScriptedModel:
 class _LocalMethod:
     """`handle.method`: `remote` starts the call and returns an awaitable result."""
 
-    def __init__(self, start: Callable[..., Awaitable[Any]]) -> None:
+    def __init__(self, start: Callable[..., Any]) -> None:
         self.remote = start
 
     def options(self, **_: Any) -> _LocalMethod:
         return self
 
 
+class _LocalRef:
+    """What a call returns, for event loops and for threads."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.wrap_future(self._future).__await__()
+
+    def future(self) -> Future[Any]:
+        return self._future
+
+
 class LocalStage:
-    """A StageActor in this process behind an actor handle's interface: one step at a time, in the order of the calls."""
+    """A StageActor in this process behind an actor handle's interface: steps run one at a time, in the order of the calls,
+    and the concurrency groups have threads of their own.
+
+    `calls`: names of the steps as they began.
+    """
+
+    STEPS = ("forward", "drive", "follow", "release", "reset", "open_link", "connect", "host")
+    GROUPS = {
+        "control": ("ping", "stats", "reset_stats", "cut", "abandon", "start_trace", "take_trace"),
+        "results": ("take_results",),
+        "link": ("deliver",),
+    }
 
     def __init__(self, spec: StageSpec) -> None:
         self.actor = StageActor(spec, build_scripted)
         self.capacity = self.actor.load()
-        self.num_in_flight = self.most_in_flight = 0
+        self.calls: list[str] = []
         self._steps = ThreadPoolExecutor(1)
-        self._control = ThreadPoolExecutor(1)
-        self.forward = _LocalMethod(self._forward)
-        for name in ("ping", "stats", "reset_stats"):
-            setattr(self, name, _LocalMethod(self._control_call(getattr(self.actor, name))))
+        self._groups = {group: ThreadPoolExecutor(1) for group in self.GROUPS}
+        self._last: asyncio.Future[Any] | None = None
+        for name in self.STEPS:
+            setattr(self, name, _LocalMethod(partial(self._step, name)))
+        for group, names in self.GROUPS.items():
+            for name in names:
+                setattr(self, name, _LocalMethod(partial(self._control, self._groups[group], name)))
 
-    def _forward(self, data: bytes, message: Any) -> asyncio.Future[Any]:
-        self.num_in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
+    def _step(self, name: str, *arguments: Any) -> asyncio.Future[Any]:
+        before = self._last
 
         async def run() -> Any:
-            try:
-                given = await message if message is not None else None
-                return await asyncio.get_running_loop().run_in_executor(self._steps, self.actor.forward, data, given)
-            finally:
-                self.num_in_flight -= 1
+            if before is not None:
+                await asyncio.wait([before])
+            given = [await one if isinstance(one, asyncio.Future) else one for one in arguments]
+            self.calls.append(name)
+            return await asyncio.get_running_loop().run_in_executor(self._steps, getattr(self.actor, name), *given)
 
-        return asyncio.ensure_future(run())
+        self._last = asyncio.ensure_future(run())
+        self._last.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may ask for it
+        return self._last
 
-    def _control_call(self, method: Callable[[], Any]) -> Callable[[], Awaitable[Any]]:
-        return lambda: asyncio.get_running_loop().run_in_executor(self._control, method)
+    def _control(self, group: ThreadPoolExecutor, name: str, *arguments: Any) -> Any:
+        return _LocalRef(group.submit(getattr(self.actor, name), *arguments))
 
     def close(self) -> None:
-        self._steps.shutdown()
-        self._control.shutdown()
+        self.actor.abandon(1 << 30)
+        for pool in (self._steps, *self._groups.values()):
+            pool.shutdown()
         self.actor.close()

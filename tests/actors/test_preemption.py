@@ -10,6 +10,7 @@ from qsa.actors.placement import plan_engine
 from qsa.actors.stage import StageActor
 from qsa.config import make_config
 from qsa.model.checkpoint.load import open_checkpoint
+from qsa.scheduler.burst import Burst
 from qsa.scheduler.request import Request, SamplingParams
 from qsa.scheduler.scheduler import Scheduler
 
@@ -25,6 +26,8 @@ def engine_parts():
     plan = plan_engine(config, checkpoint)
     stages = [StageActor(spec) for spec in plan.stages]
     capacities = [stage.load() for stage in stages]
+    for stage in stages:
+        stage.open_link(0, "object_store", b"secret")
     document = checkpoint.tokenizer().encode(DOCUMENT.read_text(encoding="utf-8"))
     checkpoint.close()
     return plan.scheduler, capacities, stages, document
@@ -46,16 +49,36 @@ def answer(spec, capacities, stages, requests):
     for request in requests:
         scheduler.add(request)
     tokens = {request.request_id: [] for request in requests}
+
+    def release() -> None:
+        slots = scheduler.take_releases()
+        for stage in stages:
+            stage.release(scheduler.epoch, slots)
+
+    def run(plan):
+        message = None
+        for stage in stages:
+            message = stage.forward(plan.to_bytes(), message)
+        for output in scheduler.apply(message):
+            assert output.error is None
+            tokens[output.request_id] += [token.token_id for token in output.tokens]
+        return message
+
     while not scheduler.is_idle:
-        plans = [plan for lane in (0, 1) if (plan := scheduler.next_plan(lane)) is not None]
-        assert plans, "nothing to do, and not idle"
-        for plan in plans:
-            message = None
-            for stage in stages:
-                message = stage.forward(plan.to_bytes(), message)
-            for output in scheduler.apply(message):
-                assert output.error is None
-                tokens[output.request_id] += [token.token_id for token in output.tokens]
+        burst_plan = scheduler.next_burst()
+        release()
+        if burst_plan is not None:
+            burst = Burst(burst_plan)
+            while not burst.is_over:
+                for lane in range(len(burst_plan.lanes)):
+                    if (step := burst.next_step(lane)) is not None:
+                        burst.apply(run(step))
+            scheduler.end_burst(burst.end(1.0))
+        chunk = scheduler.next_chunk()
+        release()
+        assert burst_plan is not None or chunk is not None or scheduler.is_idle, "nothing to do, and not idle"
+        if chunk is not None:
+            run(chunk)
     return tokens, scheduler.counters()
 
 

@@ -103,7 +103,7 @@ def test_many_requests_each_get_their_own_tokens_and_nothing_stays(num_stages):
         assert set(h.ends.values()) == {(FinishReason.LENGTH, None)}
         await asyncio.sleep(0.05)
         assert await h.all_free()
-        assert not h.actor._owners and not h.actor._clients["me"].request_ids and not h.actor._steps
+        assert not h.actor._desk.num_open and h.actor._pipeline.is_quiet
 
     run(scenario, num_stages=num_stages)
 
@@ -123,20 +123,43 @@ def test_ten_thousand_requests_leave_no_trace():
                 after[count] = resident_bytes()
         await h.until(lambda: len(h.ends) == 10_000)
         assert after[9999] - after[2000] < 8000 * 1000  # what this test itself keeps of a request, and no more
-        assert await h.all_free() and not h.actor._owners and not h.actor._steps and len(h.actor._clients) == 1
+        assert await h.all_free() and not h.actor._desk.num_open and h.actor._pipeline.is_quiet
+        assert h.actor._desk.num_clients == 1
 
     run(scenario)
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_no_more_plans_are_in_flight_than_lanes(lanes):
-    async def scenario(h):
-        for i in range(4):
-            await h.submit(f"r{i}", [SLOW, 50 + i], max_tokens=30)
-        await h.until(lambda: len(h.ends) == 4)
-        assert h.stages[0].most_in_flight == lanes
+def test_what_stages_run_beside_each_other():
+    """Bursts on all stages at once, and between two of them a chunk of a prompt on each."""
 
-    run(scenario, lanes=lanes)
+    async def scenario(h):
+        for name in ("a", "b"):
+            await h.submit(name, [DRAG], max_tokens=60)
+        await h.until(lambda: len(h.tokens.get("b", ())) > 2)
+        for stage in h.stages:
+            stage.calls.clear()
+        await h.submit("long", [82] * 64 * 5, max_tokens=4)
+        await h.until(lambda: "long" in h.tokens and len(h.ends) == 3)
+        first, second = (stage.calls for stage in h.stages)
+        assert first.count("forward") == second.count("forward") == 5
+        assert "forward,forward" not in ",".join(first) and "forward,forward" not in ",".join(second)
+        assert first.index("forward") < second.index("forward")  # it came one burst later to the second stage
+        assert h.tokens["long"] == expected_tokens([82] * 64 * 5, 4)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("transport", ["object_store", "p2p"])
+def test_requests_of_all_kinds_under_every_transport(transport):
+    prompts = {f"r{i}": [100 + i] * (1 + 90 * i) for i in range(6)}
+
+    async def scenario(h):
+        for name, prompt in prompts.items():
+            await h.submit(name, prompt, max_tokens=70)
+        await h.until(lambda: len(h.ends) == len(prompts))
+        assert h.tokens == {name: expected_tokens(prompt, 70) for name, prompt in prompts.items()}
+
+    run(scenario, transport=transport)
 
 
 def test_counters_are_zero_after_the_warm_up():
@@ -275,7 +298,7 @@ def test_requests_of_a_client_that_stopped_polling_are_aborted():
         await h.submit("kept", [92], max_tokens=400)
         await asyncio.sleep(1.0)
         assert await h.actor.poll("gone")  # it has come back in time: nothing happens
-        await h.until(lambda: "lost" not in h.actor._owners, timeout_s=4)
+        await h.until(lambda: h.actor._desk.num_open == 1, timeout_s=4)
         await h.until(lambda: "kept" in h.ends)
         assert h.ends["kept"][0] is FinishReason.LENGTH and (await h.actor.stats()).scheduler.aborted == 1
         await asyncio.sleep(0.05)
@@ -287,11 +310,11 @@ def test_requests_of_a_client_that_stopped_polling_are_aborted():
 def test_a_client_that_comes_back_after_its_lease_hears_how_its_requests_ended():
     async def scenario(h):
         await h.submit("slept", [DRAG], max_tokens=4000, client="sleeper")
-        await h.until(lambda: "slept" not in h.actor._owners)
+        await h.until(lambda: h.actor._desk.num_open == 0)
         await asyncio.sleep(0.15)  # more than a lease later
         outputs = await asyncio.wait_for(h.actor.poll("sleeper"), 1)
         assert outputs[-1].finish_reason is FinishReason.ABORT
-        await h.until(lambda: "sleeper" not in h.actor._clients, timeout_s=8)
+        await h.until(lambda: h.actor._desk.num_clients == 1, timeout_s=8)
 
     run(scenario, lease_s=0.1)
 

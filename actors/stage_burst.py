@@ -1,0 +1,211 @@
+"""A burst on one stage: the first stage drives it, the others follow, and nothing of Ray is in a token's path.
+
+    stage 0      computes lane 0 | lane 1 | lane 0 ...     sends plan and hidden states, takes the last stage's answer
+    other stages compute what arrives, in its order        pass it on; the last one samples and answers
+
+A frame's header is all that a following stage knows of a burst: it needs no state of its own, and when a step fails the
+failure travels the same way as the step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import msgpack
+
+from qsa.actors.ray_errors import describe
+from qsa.actors.stage_steps import StageSteps
+from qsa.actors.transport import Transport, TransportClosed
+from qsa.scheduler.burst import Burst
+from qsa.scheduler.plan import BurstEnd, SelectionStats, StepPlan, StepResult
+
+END = b""  # the header of a burst's last frame
+
+Report = Callable[[StepResult], None]
+Progress = Callable[[bool], None]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A step's header between two stages.
+
+    Attributes:
+        plan:      the StepPlan's bytes.
+        selection: what selection did in the stages so far.
+        error:     why the step has failed on a stage before; then no hidden states come with it.
+    """
+
+    plan: bytes
+    selection: tuple[SelectionStats, ...] = ()
+    error: str | None = None
+
+    def to_bytes(self) -> bytes:
+        selection = [(s.request_id, s.attended, s.context, s.num_selected, s.newly_hit, s.margin) for s in self.selection]
+        packed: bytes = msgpack.packb((self.plan, selection, self.error))
+        return packed
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Frame:
+        plan, selection, error = msgpack.unpackb(data, use_list=False)
+        return cls(plan, tuple(SelectionStats(*values) for values in selection), error)
+
+
+class Results:
+    """Results of the burst under way, until the scheduler takes them. Used by the step thread and by a waiting one."""
+
+    def __init__(self, epoch: int, step: int) -> None:
+        self.epoch, self.step = epoch, step
+        self._waiting: list[StepResult] = []
+        self._is_over = False
+        self._changed = threading.Condition()
+
+    def put(self, result: StepResult) -> None:
+        with self._changed:
+            self._waiting.append(result)
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def take(self, timeout_s: float) -> tuple[list[StepResult], bool]:
+        """What has come since the last call, and whether that was all; waits until there is one of the two."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._is_over, timeout_s)
+            taken, self._waiting = self._waiting, []
+            return taken, self._is_over
+
+
+def drive(steps: StageSteps, burst: Burst, report: Report, working: Progress) -> BurstEnd:
+    """Run a burst on the first stage.
+
+    Args:
+        report:  told the result of every lane's every step.
+        working: told True when this stage begins to compute, False when it waits for others.
+
+    Raises:
+        TransportClosed: another stage is gone; the burst has not ended properly.
+    """
+    began = time.perf_counter()
+    if steps.is_last:
+        _drive_alone(steps, burst, report, working)
+        return burst.end((time.perf_counter() - began) * 1e3)
+    transport = steps.linked
+    under_way: deque[StepPlan] = deque()
+
+    def launch(lane: int) -> None:
+        plan = burst.next_step(lane)
+        if plan is None:
+            return
+        working(True)
+        try:
+            with steps.timer.compute(lane, plan.step):
+                hidden = steps.compute(plan, None)
+        except Exception as error:
+            finish(failed(plan, error))
+        else:
+            frame = Frame(plan.to_bytes(), steps.selection(plan))
+            with steps.clock.span("send", lane, plan.step):
+                transport.send(lane, frame.to_bytes(), hidden)
+            under_way.append(plan)
+        working(False)
+
+    def finish(result: StepResult) -> None:
+        burst.apply(result)
+        report(result)
+
+    steps.timer.begin()
+    try:
+        for lane in range(len(burst.plan.lanes)):
+            launch(lane)
+        while under_way:
+            plan = under_way.popleft()
+            with steps.timer.wait(plan.lane, plan.step):
+                result = StepResult.from_bytes(transport.take_answer())
+            assert (result.epoch, result.step, result.lane) == (plan.epoch, plan.step, plan.lane), (
+                "answers came in another order"
+            )
+            finish(result)
+            launch(plan.lane)
+            steps.timer.settle()
+    finally:
+        transport.send(0, END, None)
+    return burst.end((time.perf_counter() - began) * 1e3)
+
+
+def _drive_alone(steps: StageSteps, burst: Burst, report: Report, working: Progress) -> None:
+    """A burst on the only stage: a step's result is there when it has been computed."""
+    lanes = deque(range(len(burst.plan.lanes)))
+    steps.timer.begin()
+    while lanes:
+        plan = burst.next_step(lanes[0])
+        if plan is None:
+            lanes.popleft()
+            continue
+        working(True)
+        try:
+            with steps.timer.compute(plan.lane, plan.step):
+                results = steps.sample(plan, steps.compute(plan, None))
+            result = StepResult(plan.epoch, plan.step, plan.lane, results, steps.selection(plan))
+        except Exception as error:
+            result = failed(plan, error)
+        burst.apply(result)
+        report(result)
+        working(False)
+        steps.timer.settle()
+        lanes.rotate(-1)
+
+
+def follow(steps: StageSteps, working: Progress) -> None:
+    """Run a burst on any other stage, until the frame that ends it.
+
+    Raises:
+        TransportClosed: another stage is gone.
+    """
+    transport = steps.linked
+    steps.timer.begin()
+    while True:
+        with steps.timer.wait(-1, -1):
+            header, hidden = transport.receive()
+        if header == END:
+            if not steps.is_last:
+                transport.send(0, END, None)
+            return
+        working(True)
+        frame = Frame.from_bytes(header)
+        plan = StepPlan.from_bytes(frame.plan)
+        _pass_on(steps, transport, plan, frame, hidden)
+        working(False)
+        steps.timer.settle()
+
+
+def _pass_on(steps: StageSteps, transport: Transport, plan: StepPlan, frame: Frame, hidden: object) -> None:
+    """Compute a frame's step and hand it to the next stage, or answer it."""
+    out, results = None, ()
+    if frame.error is None:
+        try:
+            with steps.timer.compute(plan.lane, plan.step):
+                out = steps.compute(plan, hidden)
+                if steps.is_last:
+                    results = steps.sample(plan, out)
+            frame = replace(frame, selection=(*frame.selection, *steps.selection(plan)))
+        except Exception as error:
+            out, frame = None, replace(frame, error=failed(plan, error).error)
+    with steps.clock.span("send", plan.lane, plan.step):
+        if steps.is_last:
+            result = StepResult(plan.epoch, plan.step, plan.lane, results, frame.selection, error=frame.error)
+            transport.answer(result.to_bytes())
+        else:
+            transport.send(plan.lane, frame.to_bytes(), out)
+
+
+def failed(plan: StepPlan, error: Exception) -> StepResult:
+    """The result of a step that a stage could not compute."""
+    if isinstance(error, TransportClosed):
+        raise error
+    return StepResult(plan.epoch, plan.step, plan.lane, error=f"the model failed in this step: {describe(error)}")

@@ -1,0 +1,214 @@
+"""Bursts over stages of this process: the same tokens whatever the transport and the number of stages, cuts, and failures."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from scripted_stage import NAN, RAISE_0, RAISE_LAST, LocalStage, expected_tokens, next_token
+
+from qsa.actors.links import Linker
+from qsa.actors.stage_spec import StageSpec
+from qsa.kernels.registry import SparseConfig
+from qsa.scheduler.plan import BurstItem, BurstPlan, SequenceStep, StepPlan
+from qsa.scheduler.request import SamplingParams
+
+SPARSE = {0: SparseConfig(dense=True), 1: SparseConfig()}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=1000)
+TRANSPORTS = ["object_store", "p2p"]
+
+
+class Stages:
+    """Linked scripted stages, with sequences prefilled on them."""
+
+    def __init__(self, num_stages: int, transport: str) -> None:
+        self.stages = [
+            LocalStage(StageSpec(n, num_stages, 2 * n, 2 * n + 2, "scripted", 64, 8, 4096, SPARSE)) for n in range(num_stages)
+        ]
+        self._linker = Linker(self.stages, transport, "cpu")
+        self._step = 0
+        self._open: dict[int, list[int]] = {}  # slot -> tokens, of which the last one is not computed yet
+
+    async def __aenter__(self):
+        await self._linker.link()
+        return self
+
+    async def __aexit__(self, *_):
+        for stage in self.stages:
+            stage.actor.abandon(0)
+        for stage in self.stages:
+            stage.close()
+
+    async def prefill(self, slot: int, prompt: list[int], epoch: int = 0) -> None:
+        item = SequenceStep(f"r{slot}", slot, 0, tuple(prompt), is_prefill=True, sampling=GREEDY)
+        data = StepPlan(epoch, self._step, 0, (item,), ((slot, 1),)).to_bytes()
+        self._step += 1
+        message = None
+        for stage in self.stages:
+            message = stage.forward.remote(data, message)
+        result = await message
+        self._open[slot] = [*prompt, result.results[0].token.token_id]
+
+    def plan(self, lanes, max_steps: int, remaining: int = 1000, epoch: int = 0) -> BurstPlan:
+        items = [
+            tuple(
+                BurstItem(f"r{slot}", slot, len(self._open[slot]) - 1, (self._open[slot][-1],), GREEDY, (), remaining)
+                for slot in lane
+            )
+            for lane in lanes
+        ]
+        plan = BurstPlan(epoch, self._step, tuple(items), max_steps)
+        self._step = plan.end_step
+        return plan
+
+    def start(self, plan: BurstPlan):
+        calls = [self.stages[0].drive.remote(plan.to_bytes())]
+        return calls + [stage.follow.remote(plan.epoch, plan.step) for stage in self.stages[1:]]
+
+    async def run(self, plan: BurstPlan):
+        """All results of a burst, and its end."""
+        calls, results, is_over = self.start(plan), [], False
+        while not is_over:
+            taken, is_over = await self.stages[0].take_results.remote(plan.epoch, plan.step)
+            results += taken
+        end = (await asyncio.gather(*calls))[0]
+        for result in results:
+            for entry in result.results:
+                if entry.token is not None:
+                    self._open[int(entry.request_id[1:])].append(entry.token.token_id)
+        return results, end
+
+
+def play(scenario, num_stages=2, transport="object_store"):
+    async def main():
+        async with Stages(num_stages, transport) as stages:
+            await asyncio.wait_for(scenario(stages), 30)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_bursts_give_every_sequence_its_tokens(num_stages, transport):
+    prompts = {slot: [50 + slot] * (3 + 40 * slot) for slot in range(5)}
+
+    async def scenario(s):
+        for slot, prompt in prompts.items():
+            await s.prefill(slot, prompt)
+        for lanes, steps in [([[0, 2, 4], [1, 3]], 17), ([[0, 1], [2, 3]], 5), ([[4]], 3), ([[4, 0], [1, 2]], 1)]:
+            results, end = await s.run(s.plan(lanes, steps))
+            assert end.num_steps == (steps,) * len(lanes) and end.wall_ms > 0
+            assert len(results) == steps * len(lanes)
+            assert all(len(result.results) == len(lanes[result.lane]) for result in results)
+            for lane in range(len(lanes)):  # each lane's results come in order
+                numbers = [result.step for result in results if result.lane == lane]
+                assert numbers == list(range(numbers[0], numbers[0] + steps))
+        for slot, prompt in prompts.items():
+            assert s._open[slot][len(prompt) :] == expected_tokens(prompt, len(s._open[slot]) - len(prompt))
+
+    play(scenario, num_stages, transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_cut_ends_a_burst_after_the_steps_under_way(transport):
+    async def scenario(s):
+        for slot in range(2):
+            await s.prefill(slot, [60 + slot])
+        plan = s.plan([[0], [1]], 3000)
+        running = asyncio.ensure_future(s.run(plan))
+        await asyncio.sleep(0.2)
+        await s.stages[0].cut.remote(plan.epoch, plan.step)
+        results, end = await asyncio.wait_for(running, 5)
+        assert 0 < min(end.num_steps) and max(end.num_steps) < 3000 and abs(end.num_steps[0] - end.num_steps[1]) <= 1
+        early = s.plan([[0], [1]], 100)  # a cut may come before the burst begins
+        await s.stages[0].cut.remote(early.epoch, early.step)
+        results, end = await s.run(early)
+        assert results == [] and end.num_steps == (0, 0)
+        await s.run(s.plan([[0], [1]], 4))
+        for slot in range(2):
+            assert s._open[slot][1:] == expected_tokens([60 + slot], len(s._open[slot]) - 1)
+
+    play(scenario, transport=transport)
+
+
+def test_rows_that_end_drop_out_and_the_others_go_on():
+    async def scenario(s):
+        for slot in range(2):
+            await s.prefill(slot, [70 + slot])
+        plan = s.plan([[0, 1]], 10)
+        short = plan.lanes[0][0].__class__(**{**plan.lanes[0][0].__dict__, "remaining": 3})
+        results, end = await s.run(BurstPlan(plan.epoch, plan.step, ((short, plan.lanes[0][1]),), 10))
+        assert [len(result.results) for result in results] == [2] * 3 + [1] * 7
+        assert end.num_steps == (10,)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("trouble", [RAISE_0, RAISE_LAST])
+def test_a_step_that_raises_ends_its_lane_with_an_error_and_no_other(num_stages, trouble, transport):
+    async def scenario(s):
+        for slot in range(2):
+            await s.prefill(slot, [80 + slot])
+        s._open[0][-1] = trouble
+        results, end = await s.run(s.plan([[0], [1]], 6))
+        (failed,) = [result for result in results if result.lane == 0]
+        assert "scripted failure" in failed.error and failed.results == ()
+        assert [result.error for result in results if result.lane == 1] == [None] * 6
+        assert s._open[1][1:] == expected_tokens([81], 7)
+        for stage in s.stages:
+            await stage.release.remote(0, (0,))
+        await s.prefill(0, [90])
+        await s.run(s.plan([[0], [1]], 3))
+        assert s._open[0][1:] == expected_tokens([90], 4)
+
+    play(scenario, num_stages, transport)
+
+
+def test_a_row_without_a_number_ends_alone():
+    async def scenario(s):
+        for slot in range(2):
+            await s.prefill(slot, [80 + slot])
+        s._open[0][-1] = NAN
+        results, _ = await s.run(s.plan([[0, 1]], 4))
+        assert "finite" in results[0].results[0].error and results[0].results[1].token is not None
+        assert [len(result.results) for result in results] == [2, 1, 1, 1]
+
+    play(scenario)
+
+
+def test_known_tokens_are_fed_one_a_step_before_any_is_sampled():
+    async def scenario(s):
+        await s.prefill(0, [5])
+        known = (11, 12, 13)
+        item = BurstItem("r0", 0, 1, known, GREEDY, (), 1000)
+        results, _ = await s.run(BurstPlan(0, s._step, ((item,),), 5))
+        tokens = [entry.token and entry.token.token_id for result in results for entry in result.results]
+        first = next_token(13, 3)
+        assert tokens == [None, None, first, next_token(first, 4), next_token(next_token(first, 4), 5)]
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_stage_that_is_told_to_give_up_does_so_and_begins_anew(transport):
+    async def scenario(s):
+        await s.prefill(0, [5])
+        waiting = s.stages[1].follow.remote(0, 50)  # nobody drives this burst
+        await asyncio.sleep(0.1)
+        for stage in s.stages:
+            await stage.abandon.remote(3)
+        with pytest.raises(Exception, match="abandoned|closed"):
+            await asyncio.wait_for(waiting, 1)
+        for stage in s.stages:
+            await stage.reset.remote(3)
+            assert (await stage.stats.remote()).pool.num_free == 64
+        with pytest.raises(RuntimeError, match="came late"):
+            await s.prefill(0, [5], epoch=2)
+        await s._linker.link()
+        await s.prefill(0, [5], epoch=3)
+        await s.run(s.plan([[0]], 3, epoch=3))
+        assert s._open[0][1:] == expected_tokens([5], 4)
+
+    play(scenario, transport=transport)
