@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from qsa.actors.stage_steps import ModelBuilder, StageSteps
     from qsa.actors.transport import HiddenMessage
     from qsa.memory.budget import CardMemory
-    from qsa.model.layer_times import LayerTimes
 
 RESULTS_S = 1.0  # longest wait for a burst's next results
 

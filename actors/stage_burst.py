@@ -16,12 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import msgpack
+import torch
 
 from qsa.actors.ray_errors import describe
 from qsa.actors.stage_steps import StageSteps
 from qsa.actors.transport import Transport, TransportClosed
 from qsa.scheduler.burst import Burst
-from qsa.scheduler.plan import BurstEnd, SelectionStats, StepPlan, StepResult
+from qsa.scheduler.plan import BurstEnd, SelectionStats, SequenceResult, StepPlan, StepResult
 
 END = b""  # the header of a burst's last frame
 
@@ -184,9 +185,10 @@ def follow(steps: StageSteps, working: Progress) -> None:
         steps.timer.settle()
 
 
-def _pass_on(steps: StageSteps, transport: Transport, plan: StepPlan, frame: Frame, hidden: object) -> None:
+def _pass_on(steps: StageSteps, transport: Transport, plan: StepPlan, frame: Frame, hidden: torch.Tensor | None) -> None:
     """Compute a frame's step and hand it to the next stage, or answer it."""
-    out, results = None, ()
+    out: torch.Tensor | None = None
+    results: tuple[SequenceResult, ...] = ()
     if frame.error is None:
         try:
             with steps.timer.compute(plan.lane, plan.step):

@@ -1,4 +1,4 @@
-"""StepTimer: times the decode steps of a burst, on the host or, where a card works on while the host goes ahead, on the card."""
+"""StepTimer: times the decode steps of a burst, on the host, or on a card that works on while the host goes ahead."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -212,8 +212,8 @@ class LocalStage:
     `calls`: names of the steps as they began.
     """
 
-    STEPS = ("forward", "drive", "follow", "release", "reset", "open_link", "connect", "host")
-    GROUPS = {
+    STEPS: ClassVar = ("forward", "drive", "follow", "release", "reset", "open_link", "connect", "host")
+    GROUPS: ClassVar = {
         "control": ("ping", "stats", "reset_stats", "cut", "abandon", "start_trace", "take_trace"),
         "results": ("take_results",),
         "link": ("deliver",),

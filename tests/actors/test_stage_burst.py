@@ -119,7 +119,7 @@ def test_a_cut_ends_a_burst_after_the_steps_under_way(transport):
         await asyncio.sleep(0.2)
         await s.stages[0].cut.remote(plan.epoch, plan.step)
         results, end = await asyncio.wait_for(running, 5)
-        assert 0 < min(end.num_steps) and max(end.num_steps) < 3000 and abs(end.num_steps[0] - end.num_steps[1]) <= 1
+        assert min(end.num_steps) > 0 and max(end.num_steps) < 3000 and abs(end.num_steps[0] - end.num_steps[1]) <= 1
         early = s.plan([[0], [1]], 100)  # a cut may come before the burst begins
         await s.stages[0].cut.remote(early.epoch, early.step)
         results, end = await s.run(early)
@@ -152,7 +152,7 @@ def test_a_step_that_raises_ends_its_lane_with_an_error_and_no_other(num_stages,
         for slot in range(2):
             await s.prefill(slot, [80 + slot])
         s._open[0][-1] = trouble
-        results, end = await s.run(s.plan([[0], [1]], 6))
+        results, _ = await s.run(s.plan([[0], [1]], 6))
         (failed,) = [result for result in results if result.lane == 0]
         assert "scripted failure" in failed.error and failed.results == ()
         assert [result.error for result in results if result.lane == 1] == [None] * 6
@@ -199,7 +199,7 @@ def test_a_stage_that_is_told_to_give_up_does_so_and_begins_anew(transport):
         await asyncio.sleep(0.1)
         for stage in s.stages:
             await stage.abandon.remote(3)
-        with pytest.raises(Exception, match="abandoned|closed"):
+        with pytest.raises(Exception, match=r"abandoned|closed"):
             await asyncio.wait_for(waiting, 1)
         for stage in s.stages:
             await stage.reset.remote(3)
