@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from qsa.actors.engine import Engine
@@ -53,35 +53,34 @@ async def read_all(
     return list(await asyncio.gather(*(read(engine, prompt, Arrivals(now), num_tokens, sparse_id) for prompt in prompts)))
 
 
-@dataclass(frozen=True)
-class Disturbed:
-    """Streams that were decoding before and while another prompt was read, all times of `time.perf_counter()`."""
+class Streams:
+    """Requests that decode until they are no longer wanted."""
 
-    streams: tuple[Arrivals, ...]
-    quiet_from: float
-    prompt: Arrivals
+    def __init__(self, arrivals: list[Arrivals], tasks: list[asyncio.Task[Arrivals]]) -> None:
+        self.arrivals, self._tasks = arrivals, tasks
 
-    @property
-    def quiet_ms(self) -> list[float]:
-        """Gaps between the streams' tokens before the prompt came."""
-        return [gap for stream in self.streams for gap in stream.gaps_ms(self.quiet_from, self.prompt.sent_at)]
+    async def pause(self, seconds: float) -> None:
+        """Let them go on for so long.
 
-    @property
-    def busy_ms(self) -> list[float]:
-        """Gaps while it was read."""
-        until = self.prompt.tokens_at[0]
-        return [gap for stream in self.streams for gap in stream.gaps_ms(self.prompt.sent_at, until)]
+        Raises:
+            EngineDeadError: one has ended, by itself or not.
+        """
+        await asyncio.sleep(seconds)
+        for task in self._tasks:
+            if task.done():
+                task.result()
+                raise EngineDeadError("a stream ended before the measurement did; let it generate more tokens")
+
+    def gaps_ms(self, begin: float, end: float) -> list[float]:
+        """Milliseconds between the tokens of each stream, of those that came in [begin, end)."""
+        return [gap for stream in self.arrivals for gap in stream.gaps_ms(begin, end)]
 
 
-async def read_beside(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    prompt: Sequence[int],
-    quiet_s: float,
-    num_tokens: int,
-    sparse_id: int | None = None,
-) -> Disturbed:
-    """Let streams decode, quiet for `quiet_s` seconds and then while another prompt is read to its first token; end them.
+@contextlib.asynccontextmanager
+async def decoding(
+    engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int, sparse_id: int | None = None
+) -> AsyncIterator[Streams]:
+    """Streams of which each has its first token; at the end of the block they are aborted.
 
     num_tokens: most tokens of a stream; it must be more than what they generate meanwhile.
 
@@ -89,28 +88,17 @@ async def read_beside(
         EngineDeadError: a stream ended too early, or otherwise than it should.
     """
     arrivals = [Arrivals(time.perf_counter()) for _ in prompts]
-    streams = [
-        asyncio.create_task(read(engine, ids, stream, num_tokens, sparse_id))
-        for ids, stream in zip(prompts, arrivals, strict=True)
+    tasks = [
+        asyncio.create_task(read(engine, prompt, stream, num_tokens, sparse_id))
+        for prompt, stream in zip(prompts, arrivals, strict=True)
     ]
+    streams = Streams(arrivals, tasks)
     try:
         while not all(stream.tokens_at for stream in arrivals):
-            await _pause(0.01, streams)
-        quiet_from = time.perf_counter()
-        await _pause(quiet_s, streams)
-        last = await read(engine, prompt, Arrivals(time.perf_counter()), 1, sparse_id)
-        await _pause(0.0, streams)
+            await streams.pause(0.01)
+        yield streams
+        await streams.pause(0.0)
     finally:
-        for task in streams:
+        for task in tasks:
             task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, EngineDeadError):
-            await asyncio.gather(*streams, return_exceptions=True)
-    return Disturbed(tuple(arrivals), quiet_from, last)
-
-
-async def _pause(seconds: float, streams: Sequence[asyncio.Task[Arrivals]]) -> None:
-    await asyncio.sleep(seconds)
-    for task in streams:
-        if task.done():
-            task.result()
-            raise EngineDeadError("a stream ended before the measurement did; let it generate more tokens")
+        await asyncio.gather(*tasks, return_exceptions=True)

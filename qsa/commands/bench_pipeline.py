@@ -15,7 +15,7 @@ from qsa.actors.placement import start_local_ray
 from qsa.actors.stage_clock import Span
 from qsa.commands.demo import DOCUMENT
 from qsa.config import EngineConfig
-from qsa.engine_pace import read_all, read_beside
+from qsa.engine_pace import decoding, read_all
 from qsa.errors import ConfigError
 from qsa.settings import config_from
 from qsa.terminal import console, working
@@ -59,7 +59,7 @@ class PipelineRun:
         streams = await read_all(self._engine, prompts, num_tokens, self._sparse_id)
         await self._take()
         begin, end = max(s.tokens_at[0] for s in streams), min(s.tokens_at[-1] for s in streams)
-        self._note("decode", _wall(begin, end))
+        self._note("decode", wall(begin, end))
 
     async def both(self, length: int, num_streams: int) -> None:
         """Streams decode beside a prompt: while it is read."""
@@ -67,9 +67,11 @@ class PipelineRun:
         last = self.prompt(1 + num_streams, length)
         limit = min(STREAM_TOKENS, self._engine.max_model_len - STREAM_PROMPT)
         await self._engine.start_trace()
-        found = await read_beside(self._engine, prompts, last, QUIET_S, limit, self._sparse_id)
+        async with decoding(self._engine, prompts, limit, self._sparse_id) as streams:
+            await streams.pause(QUIET_S)
+            (found,) = await read_all(self._engine, [last], 1, self._sparse_id)
         await self._take()
-        self._note("both", _wall(found.prompt.sent_at, found.prompt.tokens_at[0]))
+        self._note("both", wall(found.sent_at, found.tokens_at[0]))
 
     async def _take(self) -> list[list[Span]]:
         new: list[list[Span]] = await self._engine.take_trace()
@@ -81,7 +83,7 @@ class PipelineRun:
             self.phases.append((phase, window))
 
 
-def _wall(begin: float, end: float) -> Interval:
+def wall(begin: float, end: float) -> Interval:
     """Seconds of `time.perf_counter()` as those of `time.time()`, in which stages note their spans."""
     offset = time.time() - time.perf_counter()
     return begin + offset, end + offset
