@@ -1,17 +1,19 @@
-"""plan_step(): which sequences a lane computes next, and who gives way when chunks run short. Pure functions.
+"""Which sequences go on next, how far, and who gives way when chunks run short. Pure functions.
 
 Chunks go by rank (protected, priority, age). A sequence that lacks chunks takes them from lower ranks, the lowest first;
 when nothing is left to take it stalls, and while it does nobody of a lower rank may grow. The highest rank can always go
 on, because alone it fits: so every sequence ends.
+
+While prompts are read beside decodes there are rounds: a burst of a few steps, then a chunk of a prompt on every stage at once.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-DECODE_SHARE = 0.2  # of the computing time, while a prompt is prefilled beside decodes
+DECODE_SHARE = 0.4  # of the time, at most, while prompts are read beside decodes; bursts cost more than their steps
+MIN_DECODE_TURNS = 3  # so that most gaps between tokens are those without a chunk in between
 MAX_DECODE_TURNS = 16
 
 Rank = tuple[bool, int, int]
@@ -23,8 +25,7 @@ class SequenceView:
 
     Attributes:
         rank:       claim on chunks, smaller is stronger.
-        lane:       the lane that decodes it.
-        can_step:   its next step can be planned now.
+        can_step:   what is asked about can be planned now: a chunk of its prompt, or a decode step.
         is_busy:    a plan in flight holds it, so its chunks cannot be taken now.
         is_leaving: it gives way as soon as it is not busy.
         need, held: chunks that its next step adds; chunks that it has; one number a stage.
@@ -33,8 +34,6 @@ class SequenceView:
 
     request_id: str
     rank: Rank
-    lane: int | None
-    is_prefill: bool
     can_step: bool
     is_busy: bool
     is_leaving: bool
@@ -45,43 +44,32 @@ class SequenceView:
 
 
 @dataclass(frozen=True)
-class StepDecision:
-    """Who decodes, whose prompt goes on, who gives way now or when it is no longer busy, and who found no room."""
+class Decision:
+    """Who goes on, who gives way now or when it is no longer busy, and who found no room."""
 
-    decodes: tuple[str, ...] = ()
-    prefill: str | None = None
+    chosen: tuple[str, ...] = ()
     preempt: tuple[str, ...] = ()
     preempt_later: tuple[str, ...] = ()
     stalled: tuple[str, ...] = ()
 
 
-def plan_step(
-    views: Sequence[SequenceView],
-    lane: int,
-    free: Sequence[int],
-    *,
-    returning: Sequence[int] | None = None,
-    prefill_turn: int = 0,
-    prefill_due: bool = True,
-    decodes_elsewhere: bool = False,
-) -> StepDecision:
-    """Decide a lane's next step: all its decodes, and one chunk of one prompt when it is the prompts' turn.
+def plan_decodes(views: Sequence[SequenceView], free: Sequence[int], returning: Sequence[int]) -> Decision:
+    """Decide who takes part in a burst: every sequence that can decode, as far as one step of all of them has room.
 
     Args:
-        free:              free chunks, one number a stage.
-        returning:         chunks that come back once a plan in flight is done, of sequences that have ended.
-        prefill_turn:      which order prompts are taken in: see `prefill_order`.
-        prefill_due:       decodes have had their share since the last chunk of a prompt.
-        decodes_elsewhere: other lanes have decodes in flight.
+        free:      free chunks, one number a stage.
+        returning: chunks that come back once a plan in flight is done, of sequences that have ended.
     """
-    room = _Room(views, free, returning if returning is not None else [0] * len(free))
-    ready = [view for view in room.by_rank if view.can_step]
-    decodes = [v.request_id for v in ready if not v.is_prefill and v.lane == lane and room.take(v)]
-    prefill = None
-    if prefill_due or not (decodes or decodes_elsewhere):
-        prompts = prefill_order([view for view in ready if view.is_prefill], prefill_turn)
-        prefill = next((view.request_id for view in prompts if room.take(view)), None)
-    return StepDecision(tuple(decodes), prefill, tuple(room.preempted), tuple(room.leaving), tuple(sorted(room.stalled)))
+    room = _Room(views, free, returning)
+    return room.decision(view.request_id for view in room.by_rank if view.can_step and room.take(view))
+
+
+def plan_chunk(views: Sequence[SequenceView], free: Sequence[int], returning: Sequence[int], turn: int) -> Decision:
+    """Decide whose prompt goes on by a chunk; `turn`: see `prefill_order`."""
+    room = _Room(views, free, returning)
+    prompts = prefill_order([view for view in views if view.can_step], turn)
+    prompt = next((view.request_id for view in prompts if room.take(view)), None)
+    return room.decision([] if prompt is None else [prompt])
 
 
 def prefill_order(prompts: Sequence[SequenceView], turn: int) -> list[SequenceView]:
@@ -92,11 +80,27 @@ def prefill_order(prompts: Sequence[SequenceView], turn: int) -> list[SequenceVi
 
 
 def decode_turns(chunk_ms: float | None, decode_ms: float | None) -> int:
-    """Decode steps between two chunks of prompts, so that decodes keep DECODE_SHARE of the time; 1 while unknown."""
+    """Steps of a burst between two chunks of prompts, so that decodes take at most DECODE_SHARE of the time.
+
+    Args:
+        chunk_ms:  time of a chunk on the slowest stage, since all stages run one at once; None while unknown.
+        decode_ms: time of a decode step of all lanes.
+    """
     if not chunk_ms or not decode_ms:
-        return 1
-    turns = math.ceil(chunk_ms * DECODE_SHARE / (1 - DECODE_SHARE) / decode_ms)
-    return max(1, min(MAX_DECODE_TURNS, turns))
+        return MIN_DECODE_TURNS
+    turns = int(chunk_ms * DECODE_SHARE / (1 - DECODE_SHARE) / decode_ms)
+    return max(MIN_DECODE_TURNS, min(MAX_DECODE_TURNS, turns))
+
+
+def longest_burst(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number of steps up to `most` that fits; one step is known to, and shorter ones than one that fits do too."""
+    if most <= 1 or fits(most):
+        return most
+    low, high = 1, most  # low fits, high does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 @dataclass
@@ -116,6 +120,11 @@ class _Room:
         self.stalled = {view.request_id for view in self.views if view.is_stalled}
         self._free = list(self.free)
         self._taken: set[str] = set()
+
+    def decision(self, chosen: Iterable[str]) -> Decision:
+        """What has come of it, once `chosen` has taken what it needs."""
+        names = tuple(chosen)
+        return Decision(names, tuple(self.preempted), tuple(self.leaving), tuple(sorted(self.stalled)))
 
     def take(self, view: SequenceView) -> bool:
         """Give a sequence the chunks of its next step; False when it must wait, or has just been preempted."""

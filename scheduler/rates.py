@@ -23,19 +23,27 @@ class Rates:
     """Measured over the last WINDOW_S seconds, or as running means."""
 
     def __init__(self) -> None:
-        self.chunk_ms = RunningMean()  # a step with a chunk of a prompt
-        self.decode_ms = RunningMean()  # a step without
+        self.chunk_ms = RunningMean()  # a full chunk of a prompt, on the slowest stage
+        self.decode_ms = RunningMean()  # one step of every lane
         self.completion_len = RunningMean()
         self._steps: deque[tuple[float, int]] = deque()
         self._window_tokens = 0
 
-    def add_step(self, now: float, num_tokens: int, has_prefill: bool, compute_ms: float) -> None:
-        """Count a step's tokens and its computing time; 0 ms means not measured."""
+    def add_step(self, now: float, num_tokens: int) -> None:
+        """Count a step's tokens."""
         self._steps.append((now, num_tokens))
         self._window_tokens += num_tokens
         self._drop_old(now)
-        if compute_ms > 0:
-            (self.chunk_ms if has_prefill else self.decode_ms).add(compute_ms)
+
+    def add_chunk_time(self, num_tokens: int, slowest_ms: float, full_tokens: int) -> None:
+        """Learn from a chunk what a full one takes. 0 ms means not measured; a small one says nothing about full ones."""
+        if slowest_ms > 0 and 2 * num_tokens >= full_tokens:
+            self.chunk_ms.add(slowest_ms * full_tokens / num_tokens)
+
+    def add_burst_time(self, wall_ms: float, num_steps: int) -> None:
+        """Learn from a burst what a step of every lane takes. `num_steps`: of its longest lane; 0 ms means not measured."""
+        if wall_ms > 0 and num_steps > 0:
+            self.decode_ms.add(wall_ms / num_steps)
 
     def tokens_per_s(self, now: float) -> float:
         """Tokens computed per second, prompts and generated together; 0 when nothing ran lately."""

@@ -1,34 +1,31 @@
-"""Scheduler: queues, lanes and bookkeeping. Turns requests into step plans, and step results into outputs."""
+"""Scheduler: queues and bookkeeping. Turns requests into plans for the stages, and their results into outputs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from qsa.errors import OverloadedError, QSAError, RequestError
 from qsa.kernels.registry import SparseConfig
-from qsa.scheduler.admission import Candidate, admit, check_request, queue_key
+from qsa.scheduler.admission import check_request
 from qsa.scheduler.counters import SchedulerCounters
+from qsa.scheduler.flights import BurstFlight, ChunkFlight, Flights
 from qsa.scheduler.growth import PRIOR_HIT_RATE, ChunkMeter, HitRate, StageCapacity, merge_selection
-from qsa.scheduler.plan import SelectionStats, SequenceResult, SequenceStep, StepPlan, StepResult
-from qsa.scheduler.policy import SequenceView, decode_turns, plan_step
+from qsa.scheduler.places import Places
+from qsa.scheduler.plan import BurstEnd, BurstPlan, SelectionStats, SequenceResult, StepPlan, StepResult
+from qsa.scheduler.policy import decode_turns, longest_burst, plan_chunk, plan_decodes
 from qsa.scheduler.rates import Rates, RunningMean
 from qsa.scheduler.request import FinishReason, Request, RequestOutput, TokenOutput
-from qsa.scheduler.sequence import SequenceState
-from qsa.scheduler.slots import SlotLedger, add_chunks
+from qsa.scheduler.sequence import MAX_RESTARTS, SequenceState
 
 __all__ = ["Scheduler", "SchedulerCounters", "StageCapacity"]
 
 
-@dataclass(frozen=True)
-class _InFlight:
-    plan: StepPlan
-    sequences: tuple[SequenceState, ...]
-
-
 class Scheduler:
-    """Ask `next_plan` again for every idle lane after each `add`, `abort`, `apply` and `fail_plan`, until it gives None."""
+    """Ask after each `add`, `abort`, `apply`, `end_burst` and `fail_plan`: `next_burst`, then `next_chunk` until None.
+
+    After each of the two, also when it gave None, and before its plan is sent, the stages must get what `take_releases` gives.
+    """
 
     def __init__(
         self,
@@ -41,25 +38,32 @@ class Scheduler:
         growth_horizon: int,
         eos_token_ids: Iterable[int],
         lanes: int = 2,
+        burst_steps: int = 32,
+        busy_chunk: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         sparse: Mapping[int, SparseConfig] | None = None,
     ) -> None:
+        """
+        Args:
+            prefill_chunk: tokens of a prompt's chunk. busy_chunk: the same while others decode; None: no less.
+            lanes:         micro-batches that a burst is split into, at most.
+            burst_steps:   steps of a burst while no prompt can be worked on.
+        """
         self._meter = ChunkMeter(stages, sparse)
         self._max_sequences, self._max_waiting, self._max_model_len = max_sequences, max_waiting, max_model_len
-        self._prefill_chunk, self._growth_horizon, self._lanes = prefill_chunk, growth_horizon, lanes
+        self._prefill_chunk, self._busy_chunk = prefill_chunk, prefill_chunk if busy_chunk is None else busy_chunk
+        self._lanes, self._burst_steps = lanes, burst_steps
         self._eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
         self.epoch = 0
-        self._waiting: dict[str, SequenceState] = {}
-        self._running: dict[str, SequenceState] = {}  # these have a slot
-        self._ended: list[SequenceState] = []  # these have a slot in flight, and nobody waits for them
-        self._in_flight: dict[int, _InFlight] = {}  # by step
-        self._slots = SlotLedger(self._meter.pools, max_sequences)
+        self._places = Places(self._meter, max_sequences, growth_horizon)
+        self._flights = Flights()
         self._outputs: list[RequestOutput] = []
         self._rates = Rates()
         self._prior_hit_rate = RunningMean()
-        self._prefill_turn = self._decodes_since_chunk = self._step = self._arrivals = 0
-        self._totals = dict.fromkeys(("finished", "aborted", "failed", "refused", "preempted", "generated", "computed"), 0)
+        self._is_chunk_due = True  # no chunk of a prompt was planned since the last burst
+        self._prefill_turn = self._step = self._arrivals = 0
+        self._totals = dict.fromkeys(("finished", "aborted", "failed", "refused", "generated", "computed", "steps"), 0)
 
     # requests
 
@@ -77,13 +81,21 @@ class Scheduler:
             raise
         prior = self._prior_hit_rate.value
         hit_rate = HitRate(PRIOR_HIT_RATE if prior is None else prior)
-        self._waiting[request.request_id] = SequenceState(request, self._arrivals, self._clock(), hit_rate)
+        self._places.waiting[request.request_id] = SequenceState(request, self._arrivals, self._clock(), hit_rate)
         self._arrivals += 1
+        if self._flights.burst is not None and self._places.slots.num_free_slots:
+            self._flights.burst.has_news = True
 
     def abort(self, request_id: str) -> None:
-        """End a request in whatever state it is; unknown and ended ids are ignored. Its memory follows within two plans."""
-        sequence = self._waiting.get(request_id) or self._running.get(request_id)
+        """End a request in whatever state it is; unknown and ended ids are ignored.
+
+        Its client hears at once; its slot follows when nothing of it is in flight.
+        """
+        sequence = self._places.get(request_id)
         if sequence is not None:
+            burst = self._flights.burst
+            if burst is not None and sequence in burst.sequences:
+                burst.was_aborted = True
             self._outputs.append(self._end(sequence, FinishReason.ABORT))
 
     def take_outputs(self) -> list[RequestOutput]:
@@ -94,129 +106,173 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Nothing waits, runs, is in flight, or is still to be released."""
-        return not (self._waiting or self._running or self._in_flight or self._slots.has_releases)
+        return self._places.is_empty and not len(self._flights)
 
     # plans
 
-    def next_plan(self, lane: int) -> StepPlan | None:
-        """The lane's next step; None while it has one in flight or there is nothing for it to do.
-
-        A plan without items only releases slots; its result is an empty one.
-        """
-        assert 0 <= lane < self._lanes, f"lane {lane} of {self._lanes}"
-        if any(flight.plan.lane == lane for flight in self._in_flight.values()):
+    def next_burst(self) -> BurstPlan | None:
+        """Decode steps of everybody who can decode; None while a burst is in flight, or when there is nothing to decode."""
+        flights, places = self._flights, self._places
+        if flights.burst is not None:
             return None
-        released = self._slots.take_releases()
         self._admit()
-        self._balance(lane)
-        decision = plan_step(
-            [self._view(sequence) for sequence in self._running.values()],
-            lane,
-            self._slots.free_chunks,
-            returning=self._add_chunks(sequence.held for sequence in self._ended),
-            prefill_turn=self._prefill_turn,
-            prefill_due=self._decodes_since_chunk >= decode_turns(self._rates.chunk_ms.value, self._rates.decode_ms.value),
-            decodes_elsewhere=any(not item.is_prefill for flight in self._in_flight.values() for item in flight.plan.items),
-        )
-        for sequence in self._running.values():
-            sequence.is_stalled = sequence.request_id in decision.stalled
-            sequence.is_leaving |= sequence.request_id in decision.preempt_later
-        for request_id in decision.preempt:
-            self._preempt(self._running[request_id])
-        released += self._slots.take_releases()
-        chosen = [self._running[request_id] for request_id in (*decision.decodes, *filter(None, [decision.prefill]))]
-        if not chosen and not released:
+        if not any(s.can_decode for s in places.running.values()):
             return None
-        opened = tuple((s.slot, s.request.sparse_id) for s in chosen if not s.is_open and s.slot is not None)
-        items = tuple(self._take_step(sequence) for sequence in chosen)
-        self._count_turns(bool(decision.decodes), decision.prefill, lane)
-        plan = StepPlan(self.epoch, self._step, lane, items, opened, tuple(released))
-        self._in_flight[plan.step] = _InFlight(plan, tuple(chosen))
-        self._step += 1
+        chosen = places.decide(lambda s: s.burst_end(1) if s.can_decode else None, plan_decodes)
+        if not chosen:
+            return None
+        has_prompts = bool(flights.chunks) or any(s.can_chunk and not s.is_stalled for s in places.running.values())
+        wanted = self._short_burst() if has_prompts else self._burst_steps
+        wanted = min(wanted, max(s.final_len - s.planned_len for s in chosen))
+        num_steps = longest_burst(wanted, lambda steps: places.has_room(chosen, steps))
+        num_lanes = min(self._lanes, len(chosen))
+        lanes = [chosen[lane::num_lanes] for lane in range(num_lanes)]
+        items = tuple(tuple(s.burst_item(num_steps) for s in lane) for lane in lanes)
+        plan = BurstPlan(self.epoch, self._step, items, num_steps, tuple(sorted(self._eos_token_ids)))
+        for sequence in chosen:
+            places.book(sequence, sequence.burst_end(num_steps))
+        flights.burst = BurstFlight(plan, tuple(chosen), lanes)
+        self._step = plan.end_step
+        self._is_chunk_due = True
         return plan
 
+    def next_chunk(self) -> StepPlan | None:
+        """The next chunk of a prompt; None when there is none, the stages have enough of them, or decodes come first."""
+        self._admit()
+        flights, places = self._flights, self._places
+        running = places.running.values()
+        if len(flights.chunks) > len(self._meter.pools) or not any(s.can_chunk for s in running):
+            return None
+        if not self._is_chunk_due and (flights.burst is not None or any(s.can_decode and not s.is_stalled for s in running)):
+            return None
+        is_busy = flights.burst is not None or any(not s.is_prefill for s in running)
+        size = self._busy_chunk if is_busy else self._prefill_chunk
+        chosen = places.decide(
+            lambda s: s.chunk_end(size) if s.can_chunk else None,
+            lambda views, free, returning: plan_chunk(views, free, returning, self._prefill_turn),
+        )
+        if not chosen:
+            return None
+        (sequence,) = chosen
+        item = sequence.chunk_step(sequence.chunk_end(size))
+        opened = () if sequence.is_open else ((item.slot, sequence.request.sparse_id),)
+        plan = StepPlan(self.epoch, self._step, 0, (item,), opened)
+        places.book(sequence, item.end)
+        sequence.take_chunk(item.end)
+        flights.chunks[plan.step] = ChunkFlight(plan, sequence)
+        if flights.burst is not None:
+            flights.burst.has_chunk = True
+        self._step += 1
+        self._prefill_turn += 1
+        self._is_chunk_due = False
+        return plan
+
+    def take_releases(self) -> tuple[int, ...]:
+        """Slots that every stage must release now, before any plan that is not sent yet."""
+        return self._places.slots.take_releases()
+
+    def should_cut(self) -> bool:
+        """The burst in flight ought to end early: somebody waits for its chunks, for its slots, or for its end."""
+        burst, places = self._flights.burst, self._places
+        if burst is None:
+            return False
+        if burst.was_aborted or any(s.is_leaving or (s.is_ended and places.waiting) for s in burst.sequences):
+            return True
+        if burst.plan.max_steps <= self._short_burst():
+            return False
+        if burst.has_chunk or burst.has_news:
+            return True
+        return any((s.can_decode or s.can_chunk) and not s.is_stalled for s in places.running.values())
+
+    # results
+
     def apply(self, result: StepResult) -> list[RequestOutput]:
-        """Take a step's result; returns every output not taken yet, in order.
+        """Take the result of a chunk, or of a lane's step of the burst in flight; returns every output not taken yet, in order.
 
         Results of an older epoch, and second ones, are dropped.
         """
-        if result.epoch != self.epoch or result.step not in self._in_flight:
-            return self.take_outputs()
-        flight = self._in_flight.pop(result.step)
-        results = {entry.request_id: entry for entry in result.results}
-        selection = merge_selection(result.selection)
-        plan = flight.plan
-        if plan.items:
-            has_prefill = any(item.is_prefill for item in plan.items)
-            self._rates.add_step(self._clock(), plan.num_tokens, has_prefill, sum(result.compute_ms))
-            self._totals["computed"] += plan.num_tokens
-        for item, sequence in zip(plan.items, flight.sequences, strict=True):
-            sequence.in_flight -= 1
-            if not sequence.is_ended:
-                stats = selection.get(item.request_id)
-                self._outputs.append(self._advance(sequence, item, results.get(item.request_id), stats))
-            self._settle(sequence)
+        if result.epoch == self.epoch:
+            chunk = self._flights.take_chunk(result.step)
+            burst = self._flights.take_burst_step(result) if chunk is None else None
+            if chunk is not None:
+                self._apply_chunk(chunk, result)
+            elif burst is not None:
+                self._apply_burst_step(burst, result)
         return self.take_outputs()
 
-    def fail_plan(self, plan: StepPlan, message: str) -> None:
-        """A plan did not run to its end: its sequences end with an error, and what it released is released again."""
-        flight = self._in_flight.pop(plan.step, None) if plan.epoch == self.epoch else None
-        if flight is None:
+    def end_burst(self, end: BurstEnd) -> list[RequestOutput]:
+        """The burst is over, and all its results have been applied: its sequences are free again. Outputs as from `apply`."""
+        burst = self._flights.take_burst(end.step) if end.epoch == self.epoch else None
+        if burst is not None:
+            assert tuple(burst.num_steps) == end.num_steps, f"{burst.num_steps} results of {end.num_steps} steps are here"
+            self._rates.add_burst_time(end.wall_ms, max(end.num_steps))
+            for sequence in burst.sequences:
+                self._places.land(sequence)
+        return self.take_outputs()
+
+    def fail_plan(self, plan: StepPlan | BurstPlan, message: str) -> None:
+        """A plan did not run to its end: its sequences end with an error."""
+        if plan.epoch != self.epoch:
             return
-        for sequence in flight.sequences:
-            sequence.in_flight -= 1
+        chunk, burst = self._flights.take_chunk(plan.step), self._flights.take_burst(plan.step)
+        sequences = [chunk.sequence] if chunk is not None else burst.sequences if burst is not None else ()
+        for sequence in sequences:
             if not sequence.is_ended:
                 self._outputs.append(self._end(sequence, FinishReason.ERROR, error=message))
-            self._settle(sequence)
-        unopened = {s.slot for s in self._running.values() if s.slot is not None and not s.is_open}
-        self._slots.release_again(plan.release_slots, unopened)
+            self._places.land(sequence)
 
-    def restart(self) -> int:
-        """Start a new epoch on empty stages: everything alive is computed again, results under way will be dropped."""
+    def restart(self, message: str | None = None) -> int:
+        """Start a new epoch on empty stages: everything alive is computed again, results under way will be dropped.
+
+        message: for sequences that were in flight in too many restarts, and end with an error.
+
+        Returns:
+            The new epoch.
+        """
         self.epoch += 1
-        self._in_flight.clear()
-        self._ended.clear()
-        for sequence in self._running.values():
-            sequence.in_flight = 0
-            sequence.forget_cache()
-            self._waiting[sequence.request_id] = sequence
-        self._running.clear()
-        self._slots.clear()
+        suspects = {id(sequence) for sequence in self._flights.sequences()}
+        self._flights.clear()
+        for sequence in self._places.restart():
+            sequence.num_restarts += id(sequence) in suspects
+            if sequence.num_restarts > MAX_RESTARTS:
+                error = message or "the stages were lost again and again while this request was being computed"
+                self._outputs.append(self._end(sequence, FinishReason.ERROR, error=error))
+        self._is_chunk_due = True
         return self.epoch
 
     def counters(self) -> SchedulerCounters:
         totals = self._totals
         return SchedulerCounters(
-            num_waiting=len(self._waiting),
-            num_running=len(self._running),
-            num_in_flight=len(self._in_flight),
-            num_slots=self._slots.num_slots,
-            held_chunks=self._slots.held_chunks,
+            num_waiting=len(self._places.waiting),
+            num_running=len(self._places.running),
+            num_in_flight=len(self._flights),
+            num_slots=self._places.slots.num_slots,
+            held_chunks=self._places.slots.held_chunks,
             pool_chunks=self._meter.pools,
             added=self._arrivals,
             finished=totals["finished"],
             aborted=totals["aborted"],
             failed=totals["failed"],
             refused=totals["refused"],
-            preempted=totals["preempted"],
+            preempted=self._places.num_preempted,
             generated_tokens=totals["generated"],
             computed_tokens=totals["computed"],
-            steps=self._step,
+            steps=totals["steps"],
             tokens_per_s=self._rates.tokens_per_s(self._clock()),
         )
 
     # steps of the above
 
     def _check(self, request: Request) -> None:
-        if request.request_id in self._waiting or request.request_id in self._running:
+        if self._places.get(request.request_id) is not None:
             raise RequestError(f"request id {request.request_id} is in use; every request needs its own", param="request_id")
         check_request(request, self._max_model_len, self._meter)
-        alive = len(self._waiting) + len(self._running)
+        alive = len(self._places.waiting) + len(self._places.running)
         if alive >= self._max_sequences + self._max_waiting:
             retry_after_s = self._rates.retry_after_s(self._clock(), self._backlog_tokens(), alive)
             raise OverloadedError(
-                f"{len(self._running)} requests run and {len(self._waiting)} wait, at most {self._max_waiting} may wait"
-                f" for {self._max_sequences} places; try again in {retry_after_s:.0f} s, or raise limits.max_waiting",
+                f"{len(self._places.running)} requests run and {len(self._places.waiting)} wait, at most {self._max_waiting}"
+                f" may wait for {self._max_sequences} places; try again in {retry_after_s:.0f} s, or raise limits.max_waiting",
                 retry_after_s,
             )
 
@@ -224,127 +280,75 @@ class Scheduler:
         return sum(
             max(s.prompt_len - s.computed_len, 0)
             + max(self._rates.expected_completion(s.request.sampling.max_tokens) - len(s.generated), 1)
-            for s in (*self._waiting.values(), *self._running.values())
+            for s in (*self._places.waiting.values(), *self._places.running.values())
         )
 
     def _admit(self) -> None:
-        """Give slots to waiting sequences. None fits while one that runs lacks chunks: its prediction exceeds the pool."""
-        if not self._waiting or not self._slots.num_free_slots:
-            return
-        now = self._clock()
-        queue = sorted(self._waiting.values(), key=lambda s: self._queue_key(s, now))
-        ended = self._add_chunks(sequence.held for sequence in self._ended)
-        running = self._add_chunks([ended, *(self._predicted(s) for s in self._running.values())])
-        final = self._add_chunks([ended, *(self._final(s) for s in self._running.values())])
-        candidates = (
-            Candidate(s.request_id, self._predicted(s), self._final(s), s.is_protected, not s.must_replay, s.num_bypassed)
-            for s in queue
-        )
-        admission = admit(candidates, running, final, self._meter.pools, self._slots.num_free_slots)
-        for request_id, count in admission.bypassed:
-            self._waiting[request_id].num_bypassed += count
-        for request_id in admission.admitted:
-            sequence = self._waiting.pop(request_id)
-            sequence.slot = self._slots.take_slot()
-            sequence.held = (0,) * len(self._meter.pools)
-            self._running[request_id] = sequence
-            self._outputs.append(sequence.output())
+        self._outputs += [sequence.output() for sequence in self._places.admit(self._clock())]
 
-    def _queue_key(self, s: SequenceState, now: float) -> tuple[bool, int, bool, int]:
-        waited_s = now - s.arrival_s
-        return queue_key(s.request.priority, waited_s, s.arrival, is_protected=s.is_protected, must_replay=s.must_replay)
+    def _short_burst(self) -> int:
+        return min(self._burst_steps, decode_turns(self._rates.chunk_ms.value, self._rates.decode_ms.value))
 
-    def _predicted(self, s: SequenceState) -> tuple[int, ...]:
-        seq_len = s.seq_len + self._growth_horizon
-        return self._meter.predicted(s.request.sparse_id, seq_len, s.final_len, s.hit_rate.value)
+    def _apply_chunk(self, flight: ChunkFlight, result: StepResult) -> None:
+        (item,) = flight.plan.items
+        num_tokens = len(item.token_ids)
+        self._count_step(num_tokens)
+        self._rates.add_chunk_time(num_tokens, max(result.compute_ms, default=0.0), self._busy_chunk)
+        if not flight.sequence.is_ended:
+            entry, stats = _entries(result).get(item.request_id), merge_selection(result.selection).get(item.request_id)
+            self._advance(flight.sequence, item.end, item.sampling is not None, result.error, entry, stats)
+        self._places.land(flight.sequence)
 
-    def _final(self, s: SequenceState) -> tuple[int, ...]:
-        return self._meter.chunks(s.request.sparse_id, s.final_len)
+    def _apply_burst_step(self, flight: BurstFlight, result: StepResult) -> None:
+        self._count_step(len(result.results))
+        entries, selection = _entries(result), merge_selection(result.selection)
+        alive = [sequence for sequence in flight.lanes[result.lane] if not sequence.is_ended]
+        for sequence in alive:
+            name, is_sampled = sequence.request_id, sequence.planned_len + 1 == sequence.seq_len
+            sequence.planned_len += 1
+            self._advance(sequence, sequence.planned_len, is_sampled, result.error, entries.get(name), selection.get(name))
+        flight.lanes[result.lane] = [sequence for sequence in alive if not sequence.is_ended]
 
-    def _add_chunks(self, rows: Iterable[Sequence[int]]) -> list[int]:
-        return add_chunks(rows, len(self._meter.pools))
-
-    def _lane_sizes(self) -> list[int]:
-        sizes = [0] * self._lanes
-        for sequence in self._running.values():
-            if sequence.lane is not None:
-                sizes[sequence.lane] += 1
-        return sizes
-
-    def _balance(self, lane: int) -> None:
-        """Hand decodes of a lane that has more than its share to the emptiest lane."""
-        sizes = self._lane_sizes()
-        movable = [s for s in self._running.values() if s.lane == lane and s.in_flight == 0]
-        while movable and sizes[lane] - min(sizes) >= 2:
-            other = sizes.index(min(sizes))
-            movable.pop().lane = other
-            sizes[lane] -= 1
-            sizes[other] += 1
-
-    def _view(self, s: SequenceState) -> SequenceView:
-        need = self._meter.growth(s.request.sparse_id, s.held, s.planned_len, s.next_end(self._prefill_chunk))
-        return SequenceView(
-            request_id=s.request_id,
-            rank=s.rank,
-            lane=s.lane,
-            is_prefill=s.is_prefill,
-            can_step=s.can_step,
-            is_busy=s.in_flight > 0,
-            is_leaving=s.is_leaving,
-            is_stalled=s.is_stalled,
-            need=need,
-            held=s.held,
-            remaining=max(0, s.prompt_len - s.planned_len),
-        )
-
-    def _take_step(self, sequence: SequenceState) -> SequenceStep:
-        """Plan the sequence's next step and book its chunks."""
-        step = sequence.next_step(self._prefill_chunk)
-        added = self._meter.growth(sequence.request.sparse_id, sequence.held, step.start, step.end)
-        if any(added):
-            self._slots.book(added)
-            sequence.held = tuple(old + new for old, new in zip(sequence.held, added, strict=True))
-        sequence.is_open = True
-        sequence.planned_len = step.end
-        sequence.in_flight += 1
-        return step
-
-    def _count_turns(self, has_decodes: bool, prefill: str | None, lane: int) -> None:
-        self._decodes_since_chunk += has_decodes
-        if prefill is None:
-            return
-        self._decodes_since_chunk = 0
-        self._prefill_turn += 1
-        sequence = self._running[prefill]
-        if not sequence.is_prefill:  # that was the last chunk of its prompt
-            sizes = self._lane_sizes()
-            sequence.lane = lane if sizes[lane] == min(sizes) else sizes.index(min(sizes))
+    def _count_step(self, num_tokens: int) -> None:
+        self._totals["steps"] += 1
+        self._totals["computed"] += num_tokens
+        self._rates.add_step(self._clock(), num_tokens)
 
     def _advance(
-        self, sequence: SequenceState, item: SequenceStep, result: SequenceResult | None, stats: SelectionStats | None
-    ) -> RequestOutput:
+        self,
+        sequence: SequenceState,
+        end: int,
+        is_sampled: bool,
+        error: str | None,
+        result: SequenceResult | None,
+        stats: SelectionStats | None,
+    ) -> None:
         """Take one sequence's part of a result."""
-        sequence.computed_len = item.end
+        sequence.computed_len = end
         share = None
         if stats is not None and stats.context > 0:
             share = stats.attended / stats.context
-            if stats.num_selected and not item.is_prefill:
+            if stats.num_selected and end > sequence.prompt_len:
                 sequence.hit_rate.add(stats.hit_rate)
-        error = result.error if result is not None else None
-        token = result.token if result is not None else None
-        if error is None and item.sampling is not None and token is None:
+        token = None
+        if result is not None:
+            token, error = result.token, error or result.error
+        if error is None and is_sampled and token is None:
             error = "the last stage gave no token for this step"
         if error is not None:
-            return self._end(sequence, FinishReason.ERROR, error=error)
+            self._outputs.append(self._end(sequence, FinishReason.ERROR, error=error))
+            return
         tokens: tuple[TokenOutput, ...] = ()
-        if item.sampling is not None and token is not None:
+        if is_sampled and token is not None:
             sequence.generated.append(token.token_id)
             self._totals["generated"] += 1
             tokens = (token,)
             reason = sequence.finish_reason(self._eos_token_ids)
             if reason is not None:
-                return self._end(sequence, reason, tokens if reason is FinishReason.LENGTH else (), share=share)
-        return sequence.output(tokens, share=share)
+                kept = tokens if reason is FinishReason.LENGTH else ()
+                self._outputs.append(self._end(sequence, reason, kept, share=share))
+                return
+        self._outputs.append(sequence.output(tokens, share=share))
 
     def _end(
         self,
@@ -361,34 +365,9 @@ class Scheduler:
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._rates.completion_len.add(len(sequence.generated))
             self._prior_hit_rate.add(sequence.hit_rate.value)
-        self._waiting.pop(sequence.request_id, None)
-        if self._running.pop(sequence.request_id, None) is not None:
-            self._ended.append(sequence)
-            self._settle(sequence)
+        self._places.leave(sequence)
         return sequence.output(tokens, reason, error, share)
 
-    def _settle(self, sequence: SequenceState) -> None:
-        """Give a sequence's slot back, if it is to go and nothing of it is in flight."""
-        if sequence.in_flight:
-            return
-        if sequence.is_ended:
-            if sequence in self._ended:
-                self._ended.remove(sequence)
-                self._vacate(sequence)
-        elif sequence.is_leaving:
-            self._preempt(sequence)
 
-    def _preempt(self, sequence: SequenceState) -> None:
-        self._running.pop(sequence.request_id)
-        self._vacate(sequence)
-        sequence.forget_cache()
-        sequence.num_preemptions += 1
-        self._totals["preempted"] += 1
-        self._waiting[sequence.request_id] = sequence
-
-    def _vacate(self, sequence: SequenceState) -> None:
-        assert sequence.slot is not None and sequence.in_flight == 0
-        if sequence.is_open:
-            self._slots.release_later(sequence.slot, sequence.held)
-        else:
-            self._slots.return_slot(sequence.slot)
+def _entries(result: StepResult) -> dict[str, SequenceResult]:
+    return {entry.request_id: entry for entry in result.results}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from qsa.scheduler.growth import HitRate
-from qsa.scheduler.plan import SequenceStep
+from qsa.scheduler.plan import BurstItem, SequenceStep
 from qsa.scheduler.request import FinishReason, Request, RequestOutput, TokenOutput
 
 MAX_PREEMPTIONS = 3  # after that a sequence is admitted only with room for its final length, and keeps it
+MAX_RESTARTS = 3  # that a sequence may be under way in: the next one may well be its own fault
 
 
 @dataclass(eq=False)
@@ -21,10 +24,12 @@ class SequenceState:
         arrival:      a running number; smaller came earlier.
         slot:         place in every stage's cache; None while it waits.
         is_open:      a plan has opened the slot, so a plan must release it.
-        lane:         the lane that decodes it; None until its prompt is planned.
-        planned_len:  tokens that plans so far compute; computed_len: tokens whose results have come back.
+        planned_len:  tokens that chunks so far compute, and decode steps have computed.
+        computed_len: tokens whose results have come back.
         in_flight:    plans under way that hold it; more than one only for chunks of its prompt.
-        held:         chunks on each stage once every plan so far has run.
+        held:         chunks on each stage once every plan so far has run; for a burst, once all of its steps have.
+        chunk_ends:   where chunks of its prompt have ended; they end there again whenever it is computed again.
+        num_restarts: restarts that have found it in flight.
         is_leaving:   preempted as soon as nothing of it is in flight.
         is_stalled:   its last try found no room.
         is_ended:     its last output has been made; only the slot may still be in use.
@@ -38,12 +43,13 @@ class SequenceState:
     generated: list[int] = field(default_factory=list)
     slot: int | None = None
     is_open: bool = False
-    lane: int | None = None
     planned_len: int = 0
     computed_len: int = 0
     in_flight: int = 0
     held: tuple[int, ...] = ()
+    chunk_ends: list[int] = field(default_factory=list)
     num_preemptions: int = 0
+    num_restarts: int = 0
     num_bypassed: int = 0
     must_replay: bool = False
     is_leaving: bool = False
@@ -72,11 +78,15 @@ class SequenceState:
         return self.planned_len < self.prompt_len
 
     @property
-    def can_step(self) -> bool:
-        """The next step can be planned: chunks of a prompt follow each other, a decode step needs the token before."""
-        if self.is_leaving or self.is_ended:
-            return False
-        return self.is_prefill or (self.in_flight == 0 and self.planned_len < self.seq_len)
+    def can_chunk(self) -> bool:
+        """The next chunk of the prompt can be planned: chunks follow each other unseen."""
+        return self.is_prefill and not (self.is_leaving or self.is_ended)
+
+    @property
+    def can_decode(self) -> bool:
+        """It can take part in the next burst: what was computed so far has come back, and ends with a known token."""
+        is_free = self.in_flight == 0 and not (self.is_leaving or self.is_ended)
+        return is_free and self.prompt_len <= self.planned_len < self.seq_len
 
     @property
     def is_protected(self) -> bool:
@@ -87,30 +97,45 @@ class SequenceState:
         """Claim on chunks, the strongest first. It never changes while a sequence holds a slot."""
         return (not self.is_protected, self.request.priority, self.arrival)
 
-    def next_end(self, prefill_chunk: int) -> int:
-        """planned_len after the next step; chunks of a prompt lie on a fixed grid from position 0."""
-        if not self.is_prefill:
-            return self.planned_len + 1
-        return min((self.planned_len // prefill_chunk + 1) * prefill_chunk, self.prompt_len)
+    def chunk_end(self, chunk_tokens: int) -> int:
+        """planned_len after the next chunk: where it ended before, else on a grid of `chunk_tokens` from position 0."""
+        known = bisect_right(self.chunk_ends, self.planned_len)
+        if known < len(self.chunk_ends):
+            return self.chunk_ends[known]
+        return min((self.planned_len // chunk_tokens + 1) * chunk_tokens, self.prompt_len)
 
-    def next_step(self, prefill_chunk: int) -> SequenceStep:
-        """The next step. After a preemption known tokens are replayed in the same steps, without sampling."""
+    def burst_end(self, num_steps: int) -> int:
+        """planned_len after so many decode steps, if it does not end before."""
+        return min(self.planned_len + num_steps, self.final_len)
+
+    def chunk_step(self, end: int) -> SequenceStep:
+        """The chunk up to `end`; the one that ends the prompt samples, unless it is computed again."""
         assert self.slot is not None, f"{self.request_id} has no slot"
-        start, end = self.planned_len, self.next_end(prefill_chunk)
-        if self.is_prefill:
-            token_ids = self.request.prompt_token_ids[start:end]
-        else:
-            token_ids = (self.generated[start - self.prompt_len],)
         sampling = self.request.sampling if end == self.seq_len else None
         counts = self._counts() if sampling is not None else ()
-        return SequenceStep(self.request_id, self.slot, start, token_ids, self.is_prefill, sampling, counts)
+        token_ids = self.request.prompt_token_ids[self.planned_len : end]
+        return SequenceStep(self.request_id, self.slot, self.planned_len, token_ids, True, sampling, counts)
 
-    def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
+    def take_chunk(self, end: int) -> None:
+        """A chunk up to `end` is under way."""
+        self.is_open = True
+        self.planned_len = end
+        if not self.chunk_ends or self.chunk_ends[-1] < end:
+            self.chunk_ends.append(end)
+
+    def burst_item(self, num_steps: int) -> BurstItem:
+        """Its part of a burst; tokens that are known from an earlier life are fed again, one a step."""
+        assert self.slot is not None, f"{self.request_id} has no slot"
+        known = self.generated[self.planned_len - self.prompt_len :]
+        counts = self._counts() if len(known) <= num_steps else ()
+        remaining = self.request.sampling.max_tokens - len(self.generated)
+        token_ids = tuple(known[: num_steps + 1])  # one more than the steps feed: then none of them samples
+        return BurstItem(self.request_id, self.slot, self.planned_len, token_ids, self.request.sampling, counts, remaining)
+
+    def finish_reason(self, eos_token_ids: Collection[int]) -> FinishReason | None:
         """Why the sequence ends with its newest token; None when it goes on."""
-        sampling, token = self.request.sampling, self.generated[-1]
-        if token in sampling.stop_token_ids or (token in eos_token_ids and not sampling.ignore_eos):
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.generated) >= sampling.max_tokens else None
+        sampling = self.request.sampling
+        return sampling.finish_reason(self.generated[-1], sampling.max_tokens - len(self.generated), eos_token_ids)
 
     def output(
         self,
@@ -126,7 +151,7 @@ class SequenceState:
     def forget_cache(self) -> None:
         """Back to the queue: everything it had computed is computed again."""
         assert self.in_flight == 0, f"{self.request_id} is in flight"
-        self.slot = self.lane = None
+        self.slot = None
         self.is_open = self.is_leaving = self.is_stalled = False
         self.planned_len = self.computed_len = 0
         self.held = ()
@@ -134,12 +159,12 @@ class SequenceState:
 
     def _counts(self) -> tuple[tuple[int, int], ...]:
         """What the request's penalties need to know of the text so far: see `SequenceStep.counts`."""
-        s = self.request.sampling
-        if s.repetition_penalty != 1:
-            return tuple((self._prompt_counts | Counter(self.generated)).items())
-        if s.presence_penalty != 0 or s.frequency_penalty != 0:
-            return tuple(Counter(self.generated).items())
-        return ()
+        sampling = self.request.sampling
+        if not sampling.needs_counts:
+            return ()
+        generated = Counter(self.generated)
+        counts = generated if sampling.repetition_penalty == 1 else self._prompt_counts | generated
+        return tuple(counts.items())
 
     @cached_property
     def _prompt_counts(self) -> dict[int, int]:

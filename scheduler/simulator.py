@@ -1,23 +1,25 @@
 """Run the real Scheduler against a made-up load and stages that only count, on a clock of its own: seconds in milliseconds.
 
-The simulated stages check every plan as a real one would suffer it: slots, positions and tokens must follow on, and a
-chunk that is not there is an error. Tokens come from a hash of (seed, position), so a text does not depend on timing.
+Each stage runs its calls in the order in which the pipeline makes them, with bursts driven as stage 0 drives them: chunks of
+prompts on all stages at once, lanes of a burst one behind the other.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from qsa.errors import OutOfChunksError, QSAError
-from qsa.memory.layout import sequence_chunks
+from qsa.errors import QSAError
+from qsa.scheduler.burst import Burst
 from qsa.scheduler.growth import StageCapacity
-from qsa.scheduler.plan import SelectionStats, SequenceResult, SequenceStep, StepPlan, StepResult
-from qsa.scheduler.request import FinishReason, Request, RequestOutput, SamplingParams, TokenOutput
+from qsa.scheduler.plan import BurstPlan, SequenceStep, StepPlan, StepResult
+from qsa.scheduler.request import FinishReason, Request, RequestOutput
 from qsa.scheduler.scheduler import Scheduler
-
-VOCAB_SIZE = 1000
+from qsa.scheduler.simulated_stages import SimulatedStage, StageCalls, choose_token, scripted_result
 
 
 @dataclass(frozen=True)
@@ -31,16 +33,19 @@ class Arrival:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Time of a plan on one stage: a constant, and an amount for every prefilled and every decoded token."""
+    """Time of a step on one stage: a constant, and an amount for every token of a prompt and every decoded one.
+
+    `notice_ms`: until the scheduler hears of a result or of the end of a burst, and its next plan has arrived.
+    """
 
     step_ms: float = 1.0
     prefill_token_ms: float = 0.6
     decode_token_ms: float = 2.0
+    notice_ms: float = 0.0
 
     def stage_ms(self, plan: StepPlan) -> float:
-        prefill = sum(len(item.token_ids) for item in plan.items if item.is_prefill)
-        decode = sum(1 for item in plan.items if not item.is_prefill)
-        return self.step_ms + prefill * self.prefill_token_ms + decode * self.decode_token_ms
+        token_ms = self.prefill_token_ms if plan.items[0].is_prefill else self.decode_token_ms
+        return self.step_ms + plan.num_tokens * token_ms
 
 
 @dataclass
@@ -59,9 +64,13 @@ class RequestLog:
         return self.token_times_s[0] - self.arrival_s if self.token_times_s else None
 
     @property
+    def gaps_s(self) -> list[float]:
+        """Times between two tokens."""
+        return [later - time for time, later in itertools.pairwise(self.token_times_s)]
+
+    @property
     def longest_gap_s(self) -> float:
-        """Longest time between two tokens."""
-        return max((b - a for a, b in zip(self.token_times_s, self.token_times_s[1:], strict=False)), default=0.0)
+        return max(self.gaps_s, default=0.0)
 
 
 @dataclass(frozen=True)
@@ -70,82 +79,24 @@ class Report:
 
     requests: dict[str, RequestLog]
     refused: dict[str, str]
-    plans: tuple[StepPlan, ...]
+    plans: tuple[StepPlan | BurstPlan, ...]
     duration_s: float
     max_held: tuple[int, ...]
     num_preempted: int
 
 
-class SimulatedStage:
-    """Counts the chunks of one stage exactly, and holds plans to what a real stage needs."""
+@dataclass
+class _TimedStage:
+    """What a stage is at.
 
-    def __init__(self, capacity: StageCapacity) -> None:
-        self._capacity = capacity
-        self._slots: dict[int, tuple[int, list[int]]] = {}  # sparse id, tokens computed so far
-        self.max_held = 0
+    `lanes`: on stage 0, lanes of the burst that may begin a step. `frames`: on the others, steps of the burst to compute.
+    """
 
-    @property
-    def held(self) -> int:
-        return sum(self._chunks(sparse_id, len(tokens)) for sparse_id, tokens in self._slots.values())
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self._slots)
-
-    def run(self, plan: StepPlan) -> None:
-        """Release, open, extend.
-
-        Raises:
-            OutOfChunksError: the pool would have to hold more chunks than it has.
-        """
-        for slot in plan.release_slots:
-            self._slots.pop(slot, None)
-        for slot, sparse_id in plan.open_slots:
-            assert slot not in self._slots, f"slot {slot} is opened twice"
-            self._slots[slot] = (sparse_id, [])
-        slots = [item.slot for item in plan.items]
-        assert len(slots) == len(set(slots)), f"a plan holds a slot twice: {slots}"
-        assert [item.is_prefill for item in plan.items] == sorted(item.is_prefill for item in plan.items)
-        for item in plan.items:
-            assert item.slot in self._slots, f"slot {item.slot} of {item.request_id} is not open"
-            tokens = self._slots[item.slot][1]
-            assert item.token_ids and item.start == len(tokens), f"{item.request_id} starts at {item.start} of {len(tokens)}"
-            assert item.is_prefill or len(item.token_ids) == 1
-            tokens.extend(item.token_ids)
-            if self.held > self._capacity.num_chunks:
-                raise OutOfChunksError(f"step {plan.step} needs {self.held} chunks of {self._capacity.num_chunks}")
-        self.max_held = max(self.max_held, self.held)
-
-    def tokens(self, slot: int) -> list[int]:
-        """Tokens computed in an open slot."""
-        return self._slots[slot][1]
-
-    def _chunks(self, sparse_id: int, seq_len: int) -> int:
-        c = self._capacity
-        return sequence_chunks(c.kv, c.summaries[sparse_id], c.num_layers, seq_len)
-
-
-def next_token(sampling: SamplingParams, position: int) -> int:
-    """The scripted model: a token that depends on the seed and the position alone; never 0, which tests use as end."""
-    return 1 + (sampling.seed * 2654435761 + position * 40503 + (position * position) % 7919) % (VOCAB_SIZE - 1)
-
-
-def scripted_result(plan: StepPlan, choose: Callable[[SequenceStep], int], stage_ms: Sequence[float] = ()) -> StepResult:
-    """What the last stage answers to a plan."""
-    results = tuple(
-        SequenceResult(item.request_id, TokenOutput(choose(item)) if item.sampling is not None else None) for item in plan.items
-    )
-    selection = tuple(
-        SelectionStats(item.request_id, attended=min(item.end, 1056), context=item.end, num_selected=16, newly_hit=4)
-        for item in plan.items
-    )
-    return StepResult(plan.epoch, plan.step, plan.lane, results, selection, tuple(stage_ms))
-
-
-def choose_token(item: SequenceStep) -> int:
-    """The scripted model's answer to a step that samples."""
-    assert item.sampling is not None
-    return next_token(item.sampling, item.end)
+    counts: SimulatedStage
+    is_busy: bool = False
+    burst: Burst | None = None
+    lanes: deque[int] = field(default_factory=deque)
+    frames: deque[StepPlan] = field(default_factory=deque)
 
 
 class Simulation:
@@ -159,33 +110,40 @@ class Simulation:
         max_waiting: int = 64,
         max_model_len: int = 8192,
         prefill_chunk: int = 512,
+        busy_chunk: int | None = None,
         growth_horizon: int = 256,
         eos_token_ids: Iterable[int] = (0,),
         lanes: int = 2,
+        burst_steps: int = 32,
         cost: CostModel | None = None,
         choose: Callable[[SequenceStep], int] = choose_token,
     ) -> None:
         self.now_s = 0.0
-        self.lanes = lanes
-        self.stages = [SimulatedStage(stage) for stage in stages]
+        self.stages = [_TimedStage(SimulatedStage(stage)) for stage in stages]
         self.scheduler = Scheduler(
             stages,
             max_sequences=max_sequences,
             max_waiting=max_waiting,
             max_model_len=max_model_len,
             prefill_chunk=prefill_chunk,
+            busy_chunk=busy_chunk,
             growth_horizon=growth_horizon,
             eos_token_ids=eos_token_ids,
             lanes=lanes,
+            burst_steps=burst_steps,
             clock=lambda: self.now_s,
         )
         self.log: dict[str, RequestLog] = {}
         self.refused: dict[str, str] = {}
-        self.plans: list[StepPlan] = []
+        self.plans: list[StepPlan | BurstPlan] = []
         self._cost = cost or CostModel()
         self._choose = choose
-        self._stage_free_s = [0.0] * len(stages)
-        self._under_way: list[tuple[float, int, StepResult]] = []
+        self._calls = StageCalls(len(stages))
+        self._burst: Burst | None = None
+        self._burst_began_s = 0.0
+        self._has_chunk = False  # one was sent since the burst under way
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._counter = itertools.count()
 
     def run(self, load: Iterable[Arrival], limit_s: float = 1e6) -> Report:
         """Play the load to its end.
@@ -193,45 +151,144 @@ class Simulation:
         Raises:
             RuntimeError: work is left, but nothing is under way or to come: the scheduler is stuck.
         """
-        events: list[tuple[float, int, Callable[[], None]]] = []
-        for number, arrival in enumerate(load):
-            events.append((arrival.time_s, 2 * number, lambda a=arrival: self._add(a.request)))  # type: ignore[misc]
+        for arrival in load:
+            self._at(arrival.time_s, partial(self._add, arrival.request))
             if arrival.abort_s is not None:
-                events.append((arrival.abort_s, 2 * number + 1, lambda a=arrival: self._abort(a.request)))  # type: ignore[misc]
-        heapq.heapify(events)
-        while True:
-            self._start_plans()
-            times = [queue[0][0] for queue in (events, self._under_way) if queue]
-            if not times:
-                break
-            self.now_s = min(times)
+                self._at(arrival.abort_s, partial(self._abort, arrival.request))
+        while self._events:
+            self.now_s = self._events[0][0]
             if self.now_s > limit_s:
                 raise RuntimeError(f"not done after {limit_s} simulated seconds: {self.scheduler.counters()}")
-            while events and events[0][0] <= self.now_s:
-                heapq.heappop(events)[2]()
-            while self._under_way and self._under_way[0][0] <= self.now_s:
-                self._take(self.scheduler.apply(heapq.heappop(self._under_way)[2]))
-        if not self.scheduler.is_idle:
+            while self._events and self._events[0][0] <= self.now_s:
+                heapq.heappop(self._events)[2]()
+        if not (self.scheduler.is_idle and self._calls.is_empty):
             raise RuntimeError(f"stuck: {self.scheduler.counters()}")
-        max_held = tuple(stage.max_held for stage in self.stages)
+        max_held = tuple(stage.counts.max_held for stage in self.stages)
         preempted = self.scheduler.counters().preempted
         return Report(self.log, self.refused, tuple(self.plans), self.now_s, max_held, preempted)
 
-    def _start_plans(self) -> None:
-        """Every idle lane gets a plan; each stage works through plans in order, one at a time."""
-        for lane in range(self.lanes):
-            plan = self.scheduler.next_plan(lane)
-            self._take(self.scheduler.take_outputs())
-            if plan is None:
-                continue
-            self.plans.append(plan)
-            done_s, stage_ms = self.now_s, self._cost.stage_ms(plan)
-            for number, stage in enumerate(self.stages):
-                stage.run(plan)
-                done_s = max(done_s, self._stage_free_s[number]) + stage_ms / 1e3
-                self._stage_free_s[number] = done_s
-            result = scripted_result(plan, self._choose, [stage_ms] * len(self.stages))
-            heapq.heappush(self._under_way, (done_s, plan.step, result))
+    def _at(self, time_s: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time_s, next(self._counter), event))
+
+    def _plan(self) -> None:
+        """Give the stages what they can do now, as the scheduler's actor does."""
+        scheduler, calls = self.scheduler, self._calls
+        if self._burst is None:
+            plan = scheduler.next_burst()
+            self._release()
+            if plan is not None:
+                self.plans.append(plan)
+                self._burst, self._has_chunk = Burst(BurstPlan.from_bytes(plan.to_bytes())), False
+                calls.send_burst(self._burst)
+            else:
+                calls.flush()
+        while self._burst is None or not self._has_chunk:
+            chunk = scheduler.next_chunk()
+            self._release()
+            if chunk is None:
+                break
+            self.plans.append(chunk)
+            calls.send_chunk(chunk, in_round=self._burst is not None)
+            self._has_chunk = True
+        if self._burst is not None and scheduler.should_cut():
+            self._burst.cut()
+        self._take(scheduler.take_outputs())
+        for number in range(len(self.stages)):
+            self._work(number)
+
+    def _release(self) -> None:
+        slots = self.scheduler.take_releases()
+        if slots:
+            self._calls.release(slots)
+
+    def _work(self, number: int) -> None:
+        """Let a stage go on with its calls until it is busy or has to wait."""
+        stage = self.stages[number]
+        while not stage.is_busy:
+            if stage.burst is not None:
+                step = self._next_burst_step(number, stage.burst)
+                if step is None:
+                    return
+                self._compute(number, step, self._burst_step_done)
+                return
+            call = self._calls.head(number)
+            if call is None:
+                return
+            self._calls.take(number)
+            if isinstance(call, StepPlan):
+                self._compute(number, call, self._chunk_done)
+            elif isinstance(call, Burst):
+                if number == 0 or not call.is_over:  # it may have been cut before a later stage came to it
+                    self._begin_burst(number, call)
+            else:
+                stage.counts.release(call)
+
+    def _begin_burst(self, number: int, burst: Burst) -> None:
+        self.stages[number].burst = burst
+        if number == 0:
+            self._burst_began_s = self.now_s
+            self.stages[0].lanes.extend(range(len(burst.plan.lanes)))
+
+    def _next_burst_step(self, number: int, burst: Burst) -> StepPlan | None:
+        stage = self.stages[number]
+        if number:
+            return stage.frames.popleft() if stage.frames else None
+        while stage.lanes:
+            step = burst.next_step(stage.lanes.popleft())
+            if step is not None:
+                return step
+        if burst.is_over:
+            self._end_burst(burst)
+        return None
+
+    def _compute(self, number: int, plan: StepPlan, done: Callable[[int, StepPlan], None]) -> None:
+        self.stages[number].counts.run(plan)
+        self.stages[number].is_busy = True
+        self._at(self.now_s + self._cost.stage_ms(plan) / 1e3, lambda: self._computed(number, plan, done))
+
+    def _computed(self, number: int, plan: StepPlan, done: Callable[[int, StepPlan], None]) -> None:
+        self.stages[number].is_busy = False
+        done(number, plan)
+        for other in range(len(self.stages)):
+            self._work(other)
+
+    def _chunk_done(self, number: int, plan: StepPlan) -> None:
+        if self._calls.chunk_done(plan, number):
+            self._notify(plan)
+
+    def _burst_step_done(self, number: int, plan: StepPlan) -> None:
+        if number + 1 < len(self.stages):
+            self.stages[number + 1].frames.append(plan)
+            return
+        assert self._burst is not None
+        self._burst.apply(self._result(plan))
+        self.stages[0].lanes.append(plan.lane)
+        self._notify(plan)
+
+    def _end_burst(self, burst: Burst) -> None:
+        for stage in self.stages:
+            stage.burst = None
+        end = burst.end((self.now_s - self._burst_began_s) * 1e3)
+
+        def hear() -> None:
+            self._burst = None
+            self._take(self.scheduler.end_burst(end))
+            self._plan()
+
+        self._at(self.now_s + self._cost.notice_ms / 1e3, hear)
+
+    def _notify(self, plan: StepPlan) -> None:
+        """The scheduler hears of a step's result."""
+
+        def hear() -> None:
+            self._take(self.scheduler.apply(self._result(plan)))
+            self._plan()
+
+        self._at(self.now_s + self._cost.notice_ms / 1e3, hear)
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        result = scripted_result(plan, self._choose, [self._cost.stage_ms(plan)] * len(self.stages))
+        return StepResult.from_bytes(result.to_bytes())
 
     def _add(self, request: Request) -> None:
         try:
@@ -240,10 +297,11 @@ class Simulation:
             self.refused[request.request_id] = str(error)
         else:
             self.log[request.request_id] = RequestLog(self.now_s)
+            self._plan()
 
     def _abort(self, request: Request) -> None:
         self.scheduler.abort(request.request_id)
-        self._take(self.scheduler.take_outputs())
+        self._plan()
 
     def _take(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:

@@ -1,16 +1,17 @@
 """SlotLedger: which slots and how many chunks of every stage are free, counted where plans are made.
 
-Plans reach each stage in the order they were made, and a stage releases, opens and extends slots in plan order: so what
-a stage will hold after a plan is known when the plan is made, and no plan can make a stage run out.
+A stage may run a chunk of a prompt after a burst that was planned later, but every plan was booked when it was made, and a
+release reaches a stage before every plan made after it. So at no moment does a stage hold more than was booked, and no plan
+can make it run out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 
 class SlotLedger:
-    """The state: free slots, free chunks a stage, and slots that the next plan has to release."""
+    """The state: free slots, free chunks a stage, and slots that the stages must release before the next plan."""
 
     def __init__(self, pools: Sequence[int], max_sequences: int) -> None:
         self.pools = tuple(pools)
@@ -21,8 +22,7 @@ class SlotLedger:
         """Everything is free, as on new stages."""
         self.free_chunks = list(self.pools)
         self._free_slots = list(range(self.max_sequences - 1, -1, -1))
-        self._to_release: list[tuple[int, tuple[int, ...]]] = []  # slot, chunks
-        self._again: list[int] = []  # slots to release although somebody waits in them
+        self._to_release: list[int] = []
 
     @property
     def num_free_slots(self) -> int:
@@ -30,7 +30,7 @@ class SlotLedger:
 
     @property
     def num_slots(self) -> int:
-        """Slots in use or still to be released."""
+        """Slots in use."""
         return self.max_sequences - len(self._free_slots)
 
     @property
@@ -39,7 +39,7 @@ class SlotLedger:
 
     @property
     def has_releases(self) -> bool:
-        return bool(self._to_release or self._again)
+        return bool(self._to_release)
 
     def take_slot(self) -> int:
         return self._free_slots.pop()
@@ -53,32 +53,20 @@ class SlotLedger:
         self.free_chunks = [free - new for free, new in zip(self.free_chunks, added, strict=True)]
         assert min(self.free_chunks) >= 0, f"a plan would leave {self.free_chunks} chunks"
 
-    def release_later(self, slot: int, held: tuple[int, ...]) -> None:
-        """The next plan shall release the slot. Nothing of it may be in flight."""
-        self._to_release.append((slot, held))
+    def give_back(self, surplus: Sequence[int]) -> None:
+        """Take back chunks that were booked, but are not used; one number a stage."""
+        self.free_chunks = [free + more for free, more in zip(self.free_chunks, surplus, strict=True)]
 
-    def release_again(self, slots: Iterable[int], unopened: Collection[int]) -> None:
-        """Release slots a second time, after a plan that may not have done it.
+    def release(self, slot: int, held: Sequence[int]) -> None:
+        """Take back an open slot with its chunks, for plans that are made from now on. Nothing of it may be in flight."""
+        self._to_release.append(slot)
+        self._free_slots.append(slot)
+        self.give_back(held)
 
-        Args:
-            unopened: slots in use that no plan has opened. The others in use are left alone: they were opened after a
-                release, and are released at their end.
-        """
-        for slot in slots:
-            if slot in self._free_slots:
-                self._free_slots.remove(slot)
-                self._to_release.append((slot, (0,) * len(self.pools)))
-            elif slot in unopened:
-                self._again.append(slot)
-
-    def take_releases(self) -> list[int]:
-        """Slots to release in the plan being made; for it and all later ones they and their chunks are free."""
-        slots = [slot for slot, _ in self._to_release]
-        self.free_chunks = add_chunks([self.free_chunks, *(held for _, held in self._to_release)], len(self.pools))
-        self._free_slots += slots
-        slots += self._again
+    def take_releases(self) -> tuple[int, ...]:
+        """Slots that every stage must release before it gets any plan that was made since the last call."""
+        slots = tuple(self._to_release)
         self._to_release.clear()
-        self._again.clear()
         return slots
 
 

@@ -6,7 +6,7 @@ from qsa.memory.layout import KVLayout, SummaryLayout
 from qsa.scheduler.growth import StageCapacity
 from qsa.scheduler.request import Request, SamplingParams
 from qsa.scheduler.scheduler import Scheduler
-from qsa.scheduler.simulator import next_token
+from qsa.scheduler.simulated_stages import next_token
 
 KV = KVLayout(num_kv_heads=8, head_dim=128, element_bytes=4)  # page_size 128
 SUMMARIES = {0: SummaryLayout(64, 0), 1: SummaryLayout(64, 200_000)}  # 4 slices a chunk, so 256 tokens
