@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     import torch
 
 IN_FLIGHT = 2  # frames a lane, and chunks, that may be sent and not taken yet
+LANDING = 3  # buffers a lane of a receiver: two that may be read, and one into which the next frame comes meanwhile
 LOCALHOST = "127.0.0.1"
+_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class TransportClosed(QSAError):
@@ -80,6 +82,16 @@ class TransportSpec:
     @property
     def is_last(self) -> bool:
         return self.stage == self.num_stages - 1
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of the static buffers, where the stage computes; what NCCL takes for itself comes on top."""
+        if self.name != "p2p":
+            return 0
+        chunks = IN_FLIGHT * self.prefill_chunk
+        rows = 0 if self.is_first else chunks + LANDING * self.lanes * self.max_rows
+        rows += 0 if self.is_last else chunks + IN_FLIGHT * self.lanes * self.max_rows
+        return rows * self.hidden_size * _ITEM_BYTES[self.dtype]
 
 
 @dataclass

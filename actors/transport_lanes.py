@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
-from qsa.actors.transport import IN_FLIGHT, TransportClosed, TransportSpec
+from qsa.actors.transport import IN_FLIGHT, LANDING, TransportClosed, TransportSpec
 from qsa.actors.transport_link import Link
 from qsa.actors.transport_wire import Groups, as_bytes, closed_by_torch, mark, on_side, side_stream
 
 FRAME = 1
-_LANDING = 3  # buffers a lane of the receiver: two that may be read, and one into which the next frame comes meanwhile
 
 
 class FrameSender:
@@ -86,7 +85,7 @@ class FrameReceiver:
     def __init__(self, link: Link, groups: Groups | None, spec: TransportSpec, device: torch.device) -> None:
         self._link, self._groups, self._device = link, groups, device
         self._max_rows = spec.max_rows
-        shape = (spec.lanes, _LANDING, spec.max_rows, spec.hidden_size)
+        shape = (spec.lanes, LANDING, spec.max_rows, spec.hidden_size)
         dtype = getattr(torch, spec.dtype)
         self._row_bytes = spec.hidden_size * dtype.itemsize
         self._buffers = torch.empty(shape, dtype=dtype, device=device)
@@ -107,7 +106,7 @@ class FrameReceiver:
         return frame.header, tensor
 
     def _receive_rows(self, lane: int, rows: int, payload_bytes: int) -> torch.Tensor:
-        slot = self._num[lane] % _LANDING
+        slot = self._num[lane] % LANDING
         self._num[lane] += 1
         buffer = self._buffers[lane, slot, :rows]
         if self._groups is not None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -117,10 +118,8 @@ class ObjectStoreTransport:
 
     def pack(self, hidden: torch.Tensor) -> Any:
         """[n, hidden_size] as an array of the same bytes, all there when this returns."""
-        began = time.perf_counter()
-        array = self._to_array(hidden)
-        self._count(array.nbytes, began)
-        return array
+        with self._sending(hidden.nbytes):
+            return self._to_array(hidden)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         return self._from_array(packed)
@@ -145,14 +144,12 @@ class ObjectStoreTransport:
     # bursts
 
     def send(self, lane: int, header: bytes, hidden: torch.Tensor | None) -> None:
-        began = time.perf_counter()
-        self._inbox.check()
-        before = self._calls.get(lane)
-        if before is not None:
-            self._wait(before)
-        array = None if hidden is None else self._to_array(hidden)
-        self._calls[lane] = self._call(self._next, f"frame{lane}", header, array)
-        self._count(len(header) + (0 if array is None else array.nbytes), began)
+        with self._sending(len(header) + (0 if hidden is None else hidden.nbytes)):
+            before = self._calls.get(lane)
+            if before is not None:
+                self._wait(before)
+            array = None if hidden is None else self._to_array(hidden)
+            self._calls[lane] = self._call(self._next, f"frame{lane}", header, array)
 
     def receive(self) -> tuple[bytes, torch.Tensor | None]:
         began = time.perf_counter()
@@ -161,10 +158,8 @@ class ObjectStoreTransport:
         return header, None if array is None else self._from_array(array)
 
     def answer(self, data: bytes) -> None:
-        began = time.perf_counter()
-        self._inbox.check()
-        self._call(self._first, "answer", data, None)
-        self._count(len(data), began)
+        with self._sending(len(data)):
+            self._call(self._first, "answer", data, None)
 
     def take_answer(self) -> bytes:
         began = time.perf_counter()
@@ -227,8 +222,11 @@ class ObjectStoreTransport:
         with self._counting:  # calls end in a thread of Ray's
             self.stats.in_flight += change
 
-    def _count(self, num_bytes: int, began: float) -> None:
-        stats = self.stats
+    @contextmanager
+    def _sending(self, num_bytes: int) -> Iterator[None]:
+        began, stats = time.perf_counter(), self.stats
+        self._inbox.check()
+        yield
         stats.sent_bytes += num_bytes
         stats.num_sent += 1
         stats.send_s += time.perf_counter() - began

@@ -65,7 +65,10 @@ class _Ref:
 
 
 def make_transport(kind: str, spec: TransportSpec) -> Any:
-    return ObjectStoreTransport(spec) if kind == "object_store" else P2PTransport(spec, "127.0.0.1", kind)
+    """kind: object_store, p2p, or what shall carry the hidden states of p2p."""
+    if kind == "object_store":
+        return ObjectStoreTransport(spec)
+    return P2PTransport(spec, "127.0.0.1", None if kind == "p2p" else kind)
 
 
 def connect_all(transports: list[Any], handles: list[Any] | None = None, timeout_s: float = 20.0) -> None:

@@ -13,7 +13,7 @@ from scripted_stage import NAN, RAISE_LAST, build_scripted, build_warming, expec
 
 from qsa.actors.stage import StageActor
 from qsa.actors.stage_spec import StageSpec
-from qsa.actors.transport import HiddenMessage, ObjectStoreTransport
+from qsa.actors.transport import HiddenMessage
 from qsa.errors import ConfigError, OutOfChunksError
 from qsa.kernels.registry import SparseConfig
 from qsa.scheduler.plan import SequenceStep, StepPlan, StepResult
@@ -166,30 +166,6 @@ def test_a_card_that_is_not_there_is_named():
 
 def test_repr_tells_layers_and_device():
     assert repr(StageActor(make_spec(1), build_scripted)) == "Stage1(layers 3 to 5, cpu)"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_transport_keeps_every_bit_and_owns_what_it_unpacks(dtype, rng):
-    transport = ObjectStoreTransport(dtype, torch.device("cpu"))
-    hidden = torch.randn(5, 8, generator=rng).to(dtype)
-    packed = transport.pack(hidden)
-    packed.flags.writeable = False  # as it comes out of the object store
-    received = transport.unpack(packed)
-    assert torch.equal(received, hidden) and received.dtype == dtype
-    received.zero_()
-    assert torch.equal(transport.unpack(packed), hidden)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_transport_between_cards_keeps_every_bit(dtype, rng):
-    transport = ObjectStoreTransport(dtype, torch.device("cuda"))
-    hidden = torch.randn(300, 64, generator=rng).to(dtype)
-    messages = [transport.pack(hidden.cuda() * 2**shift) for shift in range(4)]  # each has memory of its own
-    for shift, packed in enumerate(messages):
-        packed.flags.writeable = False
-        received = transport.unpack(packed)
-        assert received.device.type == "cuda" and torch.equal(received.cpu(), hidden * 2**shift)
 
 
 def test_the_scheduler_process_needs_no_torch():

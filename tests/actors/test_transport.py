@@ -159,6 +159,43 @@ def test_chunks_keep_every_bit_with_two_in_flight(kind, dtype, pipeline):
     wait_until(lambda: first.stats.in_flight <= 2)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_object_store_keeps_every_bit_and_owns_what_it_unpacks(dtype, rng):
+    transport = make_transport("object_store", make_spec("object_store", 0, dtype=dtype))
+    hidden = torch.randn(5, HIDDEN_SIZE, generator=rng).to(getattr(torch, dtype))
+    packed = transport.pack(hidden)
+    packed.flags.writeable = False  # as it comes out of the object store
+    received = transport.unpack(packed)
+    assert torch.equal(received, hidden) and received.dtype == hidden.dtype
+    received.zero_()
+    assert torch.equal(transport.unpack(packed), hidden)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_object_store_between_cards_keeps_every_bit(dtype, rng):
+    transport = make_transport("object_store", make_spec("object_store", 0, dtype=dtype, device="cuda"))
+    hidden = torch.randn(300, 64, generator=rng).to(getattr(torch, dtype))
+    messages = [transport.pack(hidden.cuda() * 2**shift) for shift in range(4)]  # each has memory of its own
+    for shift, packed in enumerate(messages):
+        packed.flags.writeable = False
+        received = transport.unpack(packed)
+        assert received.device.type == "cuda" and torch.equal(received.cpu(), hidden * 2**shift)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stages_that_share_a_card_go_by_way_of_the_host(dtype, pipeline):
+    first, last = pipeline("p2p", dtype=dtype, device="cuda")
+    assert first.wires == ("sockets",) == last.wires
+    for step in range(20):
+        hidden = torch.randn(1 + step % MAX_ROWS, HIDDEN_SIZE, device="cuda").to(getattr(torch, dtype))
+        first.send(step % 2, b"step", hidden)
+        header, received = last.receive()
+        assert header == b"step" and received.is_cuda and torch.equal(received, hidden)
+        assert torch.equal(last.unpack(first.pack(hidden)), hidden)
+
+
 @pytest.mark.parametrize("kind", ["sockets", "gloo"])
 def test_chunks_that_nobody_takes_are_dropped(kind, pipeline):
     first, last = pipeline(kind)
@@ -299,5 +336,9 @@ def test_the_transport_is_chosen_with_a_reason(arguments, name, reason):
 
 
 def test_messages_and_specs_are_plain_values():
+    ends = [make_spec("p2p", stage, 3).buffer_bytes for stage in range(3)]
+    assert ends[0] + ends[2] == ends[1] and make_spec("p2p", 0, 1).buffer_bytes == 0
+    assert ends[0] == 4 * HIDDEN_SIZE * (2 * PREFILL_CHUNK + 2 * 2 * MAX_ROWS)
+    assert make_spec("object_store", 1, 3).buffer_bytes == 0
     assert HiddenMessage(0, 1, 0).hidden is None
     assert isinstance(make_spec("p2p", 0), TransportSpec) and make_spec("p2p", 0).is_first and make_spec("p2p", 1).is_last
