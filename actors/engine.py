@@ -16,16 +16,17 @@ import ray
 from ray.exceptions import GetTimeoutError
 
 from qsa.actors.aborter import Aborter
+from qsa.actors.client_desk import POLL_S
 from qsa.actors.output_poller import OutputPoller
 from qsa.actors.placement import EngineActors, place, plan_engine, start_actors
-from qsa.actors.ray_errors import engine_error
-from qsa.actors.scheduler_actor import POLL_S
+from qsa.actors.ray_errors import engine_error, is_lost
+from qsa.actors.scheduler_keeper import KeeperEvents, RemoteScheduler, SchedulerKeeper
 from qsa.actors.stage_steps import ModelBuilder, build_model
 from qsa.actors.telemetry import EngineStats, Health, StageStart, WarmUpProgress
 from qsa.actors.warm_up import NUM_TOKENS, ReportProgress, send_first_requests, warm_stages
 from qsa.config import EngineConfig
 from qsa.device import prefill_chunk
-from qsa.errors import EngineDeadError, RequestError
+from qsa.errors import EngineDeadError, EngineRecoveringError, QSAError, RequestError
 from qsa.model.checkpoint.load import Checkpoint
 from qsa.model.checkpoint.open import open_model
 from qsa.plan import MemoryPlan
@@ -42,6 +43,7 @@ AFTER_STAGES = 2  # steps of a warm-up after the stages' own: a first step throu
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
+StageLoad = tuple[int, tuple[int, int]]  # chunks of the pool; first layer and the one after the last
 
 
 class Engine:
@@ -62,6 +64,7 @@ class Engine:
         actors: EngineActors,
         name: str,
         capacities: Sequence[StageCapacity] = (),
+        loads: Sequence[StageLoad] = (),
     ) -> None:
         """Use `start`."""
         self.config = config
@@ -76,9 +79,14 @@ class Engine:
         self.model_name = config.model.name or checkpoint.spec.name
         self._actors = actors
         self._scheduler = actors.scheduler
-        self._capacities = tuple(capacities)
+        self._capacities, self._loads = tuple(capacities), tuple(loads)
         self._client_id = uuid.uuid4().hex
-        self._poller = OutputPoller(self._poll, name)
+        limit_s = config.pipeline.start_timeout_s
+        self._remote = RemoteScheduler(self._scheduler, limit_s)
+        self._remote.arguments = self._capacities, self._loads
+        self._poller = OutputPoller(self._poll, name, self._look_for_the_scheduler)
+        events = KeeperEvents(self._poller.interrupt, self._poller.resume, self._poller.fail)
+        self._keeper = SchedulerKeeper(self._remote, events, name, start_timeout_s=limit_s)
         self._aborter = Aborter(lambda *arguments: self._scheduler.abort.remote(*arguments), ANSWER_S, name)
         self._is_closed = False
 
@@ -122,9 +130,10 @@ class Engine:
                 plan = plan_engine(config, checkpoint, _wait_for(looks, deadline, "looking at its cards", config))
                 report(f"loading {plan.summary}")
             assert plan.memory is not None
-            loads = [stage.load.remote(spec.num_chunks) for stage, spec in zip(actors.stages, plan.stages, strict=True)]
-            capacities = _wait_for(loads, deadline, "loading", config)
-            engine = cls(config, checkpoint, plan.memory, actors, name, capacities)
+            loads = [(spec.num_chunks, (spec.first_layer, spec.last_layer)) for spec in plan.stages]
+            calls = [stage.load.remote(*load) for stage, load in zip(actors.stages, loads, strict=True)]
+            capacities = _wait_for(calls, deadline, "loading", config)
+            engine = cls(config, checkpoint, plan.memory, actors, name, capacities, loads)
         except BaseException:
             if actors is not None:
                 actors.kill()
@@ -151,7 +160,7 @@ class Engine:
         try:
             self.starts, total = warm_stages(self._actors.stages, report, AFTER_STAGES, limit_s)
             report(WarmUpProgress(total - 2, total, "a first step through all stages"))
-            call = self._scheduler.begin.remote(self._capacities, self._first_lengths())
+            call = self._scheduler.begin.remote(self._capacities, self._loads, self._first_lengths())
             _wait_for([call], time.monotonic() + limit_s, "warming up", self.config)
             report(WarmUpProgress(total - 1, total, "first requests"))
             if first_requests is not None:
@@ -160,6 +169,7 @@ class Engine:
                 with ThreadPoolExecutor(1) as thread:  # which has no event loop of its own
                     thread.submit(asyncio.run, send_first_requests(self, self.first_tokens)).result()
             _wait_for([self._scheduler.reset_stats.remote()], time.monotonic() + limit_s, "warming up", self.config)
+            self._keeper.start()
             report(WarmUpProgress(total, total))
         except BaseException:
             self.close()
@@ -204,7 +214,9 @@ class Engine:
 
         Raises (at the first step):
             RequestError, OverloadedError: the request was not taken.
-            EngineDeadError:               the engine is gone; also later, when it dies under the request.
+            EngineRecoveringError: the scheduler was lost and is being brought back; also later, when that happens under the
+                                   request. After the loss of a stage the request just goes on.
+            EngineDeadError:       the engine is gone for good; also later.
         """
         if self._is_closed:
             raise EngineDeadError("the engine is closed")
@@ -221,7 +233,7 @@ class Engine:
                 async with asyncio.timeout(ANSWER_S):  # here and below not wait_for, which may swallow a cancellation
                     await call
             except Exception as error:
-                raise engine_error(error, "the scheduler") from None
+                raise self._as_error(error) from None
             unanswered = ()
             while not is_over:
                 item = await queue.get()
@@ -253,20 +265,24 @@ class Engine:
     async def health(self) -> Health:
         """Whether the engine can answer; never waits for the stages, nor long for the scheduler."""
         reason = "the engine is closed" if self._is_closed else self._poller.dead_reason
+        if reason is not None:
+            return Health(False, reason, float("inf"), is_dead=True)
+        reason = self._keeper.reason
         if reason is None:
             try:
                 async with asyncio.timeout(HEALTH_S):
                     health: Health = await self._scheduler.health.remote()
                 return health
             except Exception as error:
-                reason = str(engine_error(error, "the scheduler"))
-        return Health(False, reason, float("inf"))
+                reason = str(self._as_error(error))
+        return Health(False, reason, float("inf"), is_dead=not self._keeper.is_keeping)
 
     def close(self) -> None:
         """End all actors. Open requests end with EngineDeadError. Calling it again does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
+        self._keeper.close()
         self._poller.fail("the engine is closed")
         self._aborter.close()
         self._actors.kill()
@@ -280,7 +296,7 @@ class Engine:
     def _poll(self) -> list[RequestOutput]:
         call = self._scheduler.poll.remote(self._client_id)
         try:
-            outputs: list[RequestOutput] = ray.get(call, timeout=POLL_S + 4)
+            outputs: list[RequestOutput] = ray.get(call, timeout=POLL_S + 3)
         except GetTimeoutError:  # perhaps the whole machine stood still; then the answer is here in a moment
             outputs = ray.get(call, timeout=2)
         return outputs
@@ -290,7 +306,20 @@ class Engine:
             async with asyncio.timeout(ANSWER_S):
                 return await call
         except Exception as error:
-            raise engine_error(error, "the scheduler") from None
+            raise self._as_error(error) from None
+
+    def _look_for_the_scheduler(self) -> bool:
+        """A call to the scheduler was not answered; whether somebody brings it back."""
+        if self._keeper.is_keeping:
+            self._keeper.look()
+        return self._keeper.is_keeping
+
+    def _as_error(self, error: Exception) -> QSAError:
+        """What a caller is told of a failed call to the scheduler."""
+        cause = engine_error(error, "the scheduler")
+        if is_lost(error) and self._look_for_the_scheduler():
+            return EngineRecoveringError(str(cause))
+        return cause
 
 
 def _as_array(prompt_token_ids: Sequence[int]) -> np.ndarray:

@@ -38,8 +38,8 @@ def this_process() -> ProcessId:
 
 
 def end_process(process: ProcessId | None) -> bool:
-    """Kill a process of this machine; False when it is not here, or is not known, or has ended already."""
-    if process is None or not process.space or process.space != _space():
+    """Kill another process of this machine; False when it is not here, or is not known, or has ended already."""
+    if process is None or process == this_process() or not process.space or process.space != _space():
         return False
     if not process.started or _start_of(process.pid) != process.started:
         return False

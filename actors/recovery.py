@@ -66,6 +66,7 @@ class Recovery:
     """Brings stages back. The state: what it is doing, and how often it has done so in vain.
 
     Attributes:
+        loads:   arguments of each stage's `load`; set them before the first recovery.
         seconds: of the last recovery.
         count:   recoveries that have succeeded.
     """
@@ -73,7 +74,6 @@ class Recovery:
     def __init__(
         self,
         stages: Sequence[Any],
-        loads: Sequence[tuple[Any, ...]],
         link: Callable[[], Awaitable[Any]],
         processes: dict[int, ProcessId],
         limits: RecoveryLimits | None = None,
@@ -81,11 +81,11 @@ class Recovery:
         """
         Args:
             stages:    actor handles that stay the same when a process is started again.
-            loads:     arguments of each stage's `load`.
             link:      gives all stages a new link; raises when one cannot be reached.
             processes: which process each stage is, shared with the watchdog.
         """
-        self._stages, self._loads, self._link = list(stages), list(loads), link
+        self._stages, self._link = list(stages), link
+        self.loads: Sequence[tuple[Any, ...]] = ()
         self._processes, self._limits = processes, limits or RecoveryLimits()
         self._in_a_row = 0
         self._trouble: Trouble | None = None
@@ -104,8 +104,8 @@ class Recovery:
         """A step has come back from all stages: the recoveries so far were not in vain."""
         self._in_a_row = 0
 
-    async def run(self, trouble: Trouble, new_epoch: Callable[[], int], step_s: float = 0.0) -> None:
-        """Make all stages ready.
+    def run(self, trouble: Trouble, new_epoch: Callable[[], int], step_s: float = 0.0) -> Awaitable[None]:
+        """Make all stages ready; `reason` says so from now on.
 
         Args:
             new_epoch: begins a new epoch, once a round.
@@ -114,15 +114,19 @@ class Recovery:
         Raises:
             EngineDeadError: it cannot be done.
         """
+        self._trouble = trouble
+        return self._run(trouble, new_epoch, self._limits.reset_s + step_s)
+
+    async def _run(self, trouble: Trouble, new_epoch: Callable[[], int], reset_s: float) -> None:
+        began, limits = time.monotonic(), self._limits
         self._in_a_row += 1
         if self._in_a_row > MAX_RECOVERIES:
+            self._trouble = None
             raise EngineDeadError(f"{trouble.reason}, {MAX_RECOVERIES} times in a row without a step in between")
-        began, limits = time.monotonic(), self._limits
         logger.warning("recovery begins: %s", trouble.reason)
-        self._trouble = trouble
         try:
             async with asyncio.timeout(limits.total_s):
-                await self._run_rounds(trouble, new_epoch, limits.reset_s + step_s)
+                await self._run_rounds(trouble, new_epoch, reset_s)
         except TimeoutError:
             raise EngineDeadError(f"{self.reason}, and was not done after {limits.total_s:g} s") from None
         finally:
@@ -217,7 +221,7 @@ class Recovery:
         deadline = began + self._limits.memory_s
         while True:
             try:
-                await self._guard(stage, self._stages[stage].load.remote(*self._loads[stage]), None)
+                await self._guard(stage, self._stages[stage].load.remote(*self.loads[stage]), None)
                 break
             except BudgetError as error:  # perhaps the dead process's memory is still being taken back
                 if time.monotonic() > deadline:
@@ -312,6 +316,8 @@ class Recovery:
 
 
 def _kill_actor(handle: Any) -> None:
+    if not ray.is_initialized():  # `kill` would start a cluster
+        return
     try:
         ray.kill(handle, no_restart=False)
     except Exception as error:  # it is being started anyway

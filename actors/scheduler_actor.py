@@ -111,7 +111,10 @@ class SchedulerActor:
         return SchedulerPing(this_process(), self._scheduler is not None, self._watchdog.longest_s)
 
     async def begin(
-        self, capacities: Sequence[StageCapacity], loads: Sequence[tuple[Any, ...]], prompt_lengths: Sequence[int] = (64,)
+        self,
+        capacities: Sequence[StageCapacity],
+        loads: Sequence[tuple[Any, ...]] = (),
+        prompt_lengths: Sequence[int] = (64,),
     ) -> Link:
         """Link the stages, send first prompts through them, then take requests.
 
@@ -400,11 +403,12 @@ class SchedulerActor:
             return
         self._watchdog.stop()
         self._pipeline.forget()
-        self._recovering = asyncio.get_running_loop().create_task(self._recover(trouble))
+        work = self._recovery.run(trouble, self._next_epoch, 2 * self._watchdog.longest_s)
+        self._recovering = asyncio.get_running_loop().create_task(self._recover(work))
 
-    async def _recover(self, trouble: Trouble) -> None:
+    async def _recover(self, work: Awaitable[None]) -> None:
         try:
-            await self._recovery.run(trouble, self._next_epoch, 2 * self._watchdog.longest_s)
+            await work
         except Exception as error:  # of whatever kind: everybody waits
             if not isinstance(error, EngineDeadError):
                 logger.exception("recovery failed")

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from stand_in_stages import StandInStage
@@ -38,7 +39,8 @@ class Harness:
         monkeypatch.setattr(module, "_kill_actor", lambda handle: loop.call_soon_threadsafe(handle.die))
         loop = asyncio.get_running_loop()
         limits = RecoveryLimits(**vars(LIMITS) | limits)
-        self.recovery = Recovery(self.stages, [(n, (n, n + 1)) for n in range(num_stages)], self.link, self.processes, limits)
+        self.recovery = Recovery(self.stages, self.link, self.processes, limits)
+        self.recovery.loads = [(n, (n, n + 1)) for n in range(num_stages)]
 
     async def link(self) -> None:
         self.links.append([stage.epoch for stage in self.stages])
@@ -249,7 +251,7 @@ def test_it_gives_up_when_no_step_is_done_in_between(run):
         h.recovery.completed_step()
         for _ in range(MAX_RECOVERIES):
             await h.recover()
-        with pytest.raises(EngineDeadError, match="stage 1 has died, .* times in a row"):
+        with pytest.raises(EngineDeadError, match=r"stage 1 has died, .* times in a row"):
             await h.recover()
 
     run(scenario)
@@ -278,7 +280,7 @@ def test_it_says_what_it_is_doing(run):
 def test_only_the_very_process_is_ended():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        fields = open(f"/proc/{child.pid}/stat").read().rpartition(")")[2].split()
+        fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
         here = this_process()
         process = ProcessId(here.space, child.pid, fields[19])
         assert not end_process(ProcessId(here.space, child.pid, "1")), "another process had this number"

@@ -1,86 +1,18 @@
-"""SchedulerActor in-process over scripted stages: the step loop, leases, the watchdog, and what one failure may touch."""
+"""SchedulerActor in-process over scripted stages: the step loop, leases, and what one failure may touch."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-from scripted_stage import CRAWL, CRAWL_S, DRAG, NAN, RAISE_0, RAISE_LAST, SLOW, VOCAB_SIZE, LocalStage, expected_tokens
+from scheduler_harness import Harness
+from scripted_stage import DRAG, NAN, RAISE_0, RAISE_LAST, SLOW, VOCAB_SIZE, expected_tokens
 
-from qsa.actors.scheduler_actor import SchedulerActor, SchedulerSpec
-from qsa.actors.stage_spec import StageSpec
-from qsa.actors.watchdog import DEAD_TICKS, UNHEALTHY_TICKS, Watchdog
-from qsa.errors import EngineDeadError, OverloadedError, RequestError
-from qsa.kernels.registry import SparseConfig
-from qsa.scheduler.request import FinishReason, SamplingParams
-
-SPARSE = {0: SparseConfig(dense=True), 1: SparseConfig()}
-NUM_CHUNKS = 96
-
-
-class Harness:
-    """A scheduler over scripted stages, and a client that collects what each request got."""
-
-    def __init__(self, num_stages: int = 2, **settings) -> None:
-        values = dict(
-            max_sequences=4, max_waiting=8, max_model_len=4096, prefill_chunk=64, growth_horizon=64, eos_token_ids=(2,), lanes=2
-        )
-        spec = SchedulerSpec(**values | settings, sparse=SPARSE, vocab_size=VOCAB_SIZE, default_sparse_id=1)
-        self.stages = [
-            LocalStage(StageSpec(n, num_stages, 2 * n, 2 * n + 2, "scripted", NUM_CHUNKS, 4, 4096, SPARSE))
-            for n in range(num_stages)
-        ]
-        self.actor = SchedulerActor(spec, self.stages)
-        self.tokens: dict[str, list[int]] = {}
-        self.ends: dict[str, tuple[FinishReason, str | None]] = {}
-        self.died: str | None = None
-        self._collector: asyncio.Task | None = None
-
-    async def __aenter__(self):
-        await self.actor.begin([stage.capacity for stage in self.stages])
-        self._collector = asyncio.create_task(self._collect())
-        return self
-
-    async def __aexit__(self, *_):
-        self._collector.cancel()
-        await asyncio.sleep(0.01)
-        for stage in self.stages:
-            stage.close()
-
-    async def _collect(self):
-        while True:
-            try:
-                outputs = await self.actor.poll("me")
-            except EngineDeadError as error:
-                self.died = str(error)
-                return
-            for output in outputs:
-                self.tokens.setdefault(output.request_id, []).extend(t.token_id for t in output.tokens)
-                if output.finish_reason:
-                    assert output.request_id not in self.ends, "a request ends once"
-                    self.ends[output.request_id] = output.finish_reason, output.error
-
-    async def submit(self, request_id, prompt, max_tokens=4, client="me", **sampling):
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, **sampling)
-        await self.actor.submit(client, request_id, np.array(prompt), params, 1, 0)
-
-    async def until(self, condition, timeout_s=5.0):
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, f"it did not happen; ends: {self.ends}"
-            await asyncio.sleep(0.005)
-
-    async def all_free(self):
-        stats = await self.actor.stats()
-        c = stats.scheduler
-        return (c.num_waiting, c.num_running, c.num_in_flight, c.num_slots, sum(c.held_chunks)) == (0,) * 5 and all(
-            stage.pool.num_free == NUM_CHUNKS for stage in stats.stages
-        )
+from qsa.errors import OverloadedError, RequestError
+from qsa.scheduler.request import FinishReason
 
 
 def run(scenario, **settings):
@@ -329,52 +261,3 @@ def test_an_idle_scheduler_costs_no_cpu():
         assert time.process_time() - before < 0.03
 
     run(scenario)
-
-
-def test_a_stage_that_stops_answering_turns_health_red_and_then_ends_every_request():
-    async def scenario(h):
-        await h.submit("open", [DRAG], max_tokens=4000)
-        assert (await h.actor.health()).ok
-        silent = asyncio.Event()
-        h.actor._watchdog._pings = [lambda: silent.wait() for _ in h.stages]
-        await h.until(lambda: h.actor._watchdog.complaint() is not None)
-        health = await h.actor.health()
-        assert not health.ok and "stage" in health.reason and "not answered" in health.reason
-        await h.until(lambda: h.died is not None)  # the engine, not only one request: HTTP answers 503, not 500
-        assert "not answered" in h.died and "open" not in h.ends and not h.actor._owners
-        with pytest.raises(EngineDeadError, match="not answered"):
-            await h.submit("late", [5])
-        silent.set()
-
-    run(scenario, tick_s=0.05)
-
-
-def test_health_is_green_while_a_step_takes_longer_than_silence_may_last():
-    async def scenario(h):
-        await h.submit("slow", [CRAWL], max_tokens=1)
-        while "slow" not in h.ends:
-            await asyncio.sleep(0.05)
-            assert (await h.actor.health()).ok
-
-    run(scenario, tick_s=CRAWL_S / 20)  # a step of twenty ticks, where silence of eight means death
-
-
-def test_the_watchdog_counts_silence_in_its_own_ticks():
-    deaths = []
-
-    async def scenario():
-        answered = asyncio.get_running_loop().create_future()
-        watchdog = Watchdog([lambda: asyncio.shield(answered)], deaths.append, tick_s=0.01)
-        watchdog.start()
-        await asyncio.sleep(0.005)
-        time.sleep(0.3)  # the whole process stands still: thirty ticks of wall time, but no silence
-        await asyncio.sleep(0.015)
-        assert watchdog.complaint() is None or watchdog._missed[0] < UNHEALTHY_TICKS
-        assert not deaths
-        await asyncio.sleep(0.01 * (DEAD_TICKS + 6))
-        assert deaths and "stage 0 has not answered" in deaths[0]
-        watchdog.stop()
-        with contextlib.suppress(asyncio.CancelledError):
-            answered.cancel()
-
-    asyncio.run(scenario())
