@@ -19,12 +19,24 @@ class RunningMean:
         self.value = value if self.value is None else self.value + SMOOTHING * (value - self.value)
 
 
+class RecentLow:
+    """The lower quartile of the last values, where something now and then only adds to them; None before the first value."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=8)
+        self.value: float | None = None
+
+    def add(self, value: float) -> None:
+        self._recent.append(value)
+        self.value = sorted(self._recent)[(len(self._recent) - 1) // 4]
+
+
 class Rates:
     """Measured over the last WINDOW_S seconds, or as running means."""
 
     def __init__(self) -> None:
         self.chunk_ms = RunningMean()  # a full chunk of a prompt, on the slowest stage
-        self.decode_ms = RunningMean()  # one step of every lane
+        self.decode_ms = RecentLow()  # one step of every lane; bursts may begin with waiting for a stage's chunk
         self.completion_len = RunningMean()
         self._steps: deque[tuple[float, int]] = deque()
         self._window_tokens = 0
