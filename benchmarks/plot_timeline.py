@@ -29,13 +29,13 @@ def choose_window(trace: Trace, num_rounds: int) -> Interval:
     """
     steps = sorted((span for span in trace[0] if span.kind == "compute"), key=lambda span: span.begin_s)
     chunks = [span for span in trace[-1] if span.kind == "chunk"]
-    beside = [c for c in chunks if any(s.end_s < c.begin_s for s in steps) and any(s.begin_s > c.end_s for s in steps)]
+    beside = [c for c in chunks if any(s.end_s <= c.begin_s for s in steps) and any(s.begin_s >= c.end_s for s in steps)]
     if not beside:
         raise ValueError("the trace has no chunk of a prompt between decode steps; trace a run of both")
     chunk = beside[len(beside) * 3 // 4]
     lanes = len({span.lane for span in steps})
     before = [span for span in steps if span.begin_s < chunk.begin_s][-num_rounds * lanes :]
-    after = [span for span in steps if span.begin_s > chunk.end_s][: num_rounds * lanes]
+    after = [span for span in steps if span.begin_s >= chunk.end_s][: num_rounds * lanes]
     return before[0].begin_s, after[-1].end_s
 
 
