@@ -221,5 +221,5 @@ def choose_transport(setting: str, device: str, num_stages: int, same_host: bool
     if device == "cuda":
         return "p2p", "cards hand over by NCCL, without the host in the way"
     if same_host:
-        return "p2p", "all stages are on one machine: no Ray call in the way of a token"
+        return "p2p", "all stages are on one machine, and a step's way to the next one takes 0.05 ms instead of 1.5"
     return "object_store", "stages are on several machines: Ray's own connections reach all of them"

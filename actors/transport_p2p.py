@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,6 +53,7 @@ class P2PTransport:
         self._chunks_out: ChunkSender | None = None
         self._chunks_in: ChunkReceiver | None = None
         self._answers: Link | None = None
+        self._aborting: list[threading.Thread] = []
         self._closing = threading.Lock()
         self._closed: str | None = None
         self._stats = TransportStats()
@@ -211,12 +212,16 @@ class P2PTransport:
             if end is not None:
                 end.close(self._closed)
         for groups in self._groups:
-            if groups.backend != GLOO:  # it may take its time, and nobody has to wait for it
-                threading.Thread(target=groups.abort, name="qsa-abort", daemon=True).start()
+            if groups.backend != GLOO:  # it may take its time, which only `close` has to wait for
+                thread = threading.Thread(target=groups.abort, name="qsa-abort", daemon=True)
+                self._aborting.append(thread)
+                thread.start()
 
     def close(self) -> None:
         self.abandon("closed")
-        _join([end.join for end in (self._chunks_out, self._chunks_in) if end is not None])
+        for ending in (*self._aborting, self._chunks_out, self._chunks_in):
+            if ending is not None:
+                ending.join(_JOIN_S)
         with self._closing:
             links, self._links = self._links, []
         for link in links:
@@ -224,8 +229,3 @@ class P2PTransport:
         for groups in self._groups:
             groups.close()
         self._groups.clear()
-
-
-def _join(joins: Sequence[Callable[[float], None]]) -> None:
-    for join in joins:
-        join(_JOIN_S)

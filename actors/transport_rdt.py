@@ -38,13 +38,6 @@ class RdtTransport(ObjectStoreTransport):
             return super().unpack(packed)
         return packed.to(self._device)
 
-    def close(self) -> None:
-        super().close()
-        # Ray's gloo groups stand on PyTorch's global one, which would tie the next epoch to stages that are gone
-        if dist.is_initialized():
-            with contextlib.suppress(RuntimeError):
-                dist.destroy_process_group()
-
 
 def actor_options(name: str) -> dict[str, Any]:
     """What `ray.remote` must be given for the stages' class; `options` on the class is too late for it."""
@@ -84,9 +77,16 @@ def create_rdt_group(stages: Sequence[Any], device: str) -> None:
             with contextlib.suppress(Exception):  # whatever Ray has to say about members that are gone
                 collective.destroy_collective_group(group)
     try:
+        ray.get([stage.__ray_call__.remote(_forget_global_group) for stage in stages], timeout=START_S)
         collective.create_collective_group(list(stages), backend=backend)
     except (ray.exceptions.RayError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"pipeline.transport is rdt, but Ray could not make a {backend} group of the stages:"
             f" {str(error).strip().splitlines()[-1]}; set pipeline.transport to p2p or object_store"
         ) from None
+
+
+def _forget_global_group(actor: Any) -> None:
+    """On a stage: Ray's gloo groups stand on PyTorch's global one, which would tie a new one to stages that are gone."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

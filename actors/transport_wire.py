@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -62,10 +63,18 @@ class Groups:
         probe = torch.full((1, 8), 7.0 if is_sender else 0.0, device=device)
         for index in range(count):  # connections are made at the first use, which takes long
             (self.send if is_sender else self.receive)(index, probe).wait()
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+            self._settle(timeout_s)
         if not bool((probe == 7.0).all()):
             raise RuntimeError(f"{backend} delivered something else than was sent")
+
+    def _settle(self, timeout_s: float) -> None:
+        """Wait for the current stream, for some time only: a transfer whose other side is gone would last for ever."""
+        done, deadline = mark(self._device), time.monotonic() + timeout_s
+        while done is not None and not done.query():
+            if time.monotonic() > deadline:
+                self.abort()
+                raise RuntimeError(f"{self.backend} has not delivered anything for {timeout_s:.0f} s")
+            time.sleep(0.001)
 
     def _make(self, store: Any, host: str, timeout: timedelta) -> Any:
         if self.backend == GLOO:
@@ -91,7 +100,7 @@ class Groups:
 
     def abort(self) -> None:
         """End what is under way, from any thread; NCCL only, gloo has no way to."""
-        for group in self._groups:
+        for group in list(self._groups):
             with contextlib.suppress(RuntimeError):
                 group.abort()
 
