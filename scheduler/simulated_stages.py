@@ -33,7 +33,7 @@ class SimulatedStage:
 
     @property
     def held(self) -> int:
-        return sum(self._chunks(sparse_id, len(tokens)) for sparse_id, tokens in self._slots.values())
+        return sum(map(self.held_by, self._slots))
 
     @property
     def num_sequences(self) -> int:
@@ -68,6 +68,13 @@ class SimulatedStage:
             if self.held > self._capacity.num_chunks:
                 raise OutOfChunksError(f"step {plan.step} needs {self.held} chunks of {self._capacity.num_chunks}")
         self.max_held = max(self.max_held, self.held)
+
+    def held_by(self, slot: int) -> int:
+        """Chunks of one slot; 0 when it is not open."""
+        if slot not in self._slots:
+            return 0
+        sparse_id, tokens = self._slots[slot]
+        return self._chunks(sparse_id, len(tokens))
 
     def tokens(self, slot: int) -> list[int]:
         """Tokens computed in an open slot."""
