@@ -2,8 +2,9 @@
 
 Nothing is timed by itself: a stage of one layer is compared with one of several, with one that has the embedding too, and
 with one that has head and sampler. All of them are there at the same time and take turns, so that a machine that gets slower
-gets slower for all of them, and each finds the caches as the others left them: a layer alone would find its weights there.
-What disturbs a step only makes it slower, so of all its times the lower quartile counts.
+gets slower for all of them. On the CPU other memory is read between two steps: in a whole stage a layer does not find its
+weights in the cache, since those of all others have been there meanwhile. What disturbs a step only makes it slower, so of all
+its times the lower quartile counts.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ MIN_ROUNDS, MAX_ROUNDS = 6, 24  # even numbers: there are two halves
 MAX_STEPS = WARM_STEPS + MAX_ROUNDS
 ROUNDS_S = 0.5  # rounds after the first few end after so long
 QUANTILE = 0.25
+MAX_BETWEEN_BYTES = 48 << 20  # read between two steps on the CPU; not more than half of the model has
 NEVER = 1 << 30  # steps between two scans
 HEAD_SAMPLING = SampleRow(temperature=1.0)
 
@@ -147,7 +149,8 @@ def measure_layer_times(
                 backend=backend,
             )
             stages[layers] = _Stage(model, layers, len(variants), batch, context)
-        figures = _take_turns(stages)
+        between = min(MAX_BETWEEN_BYTES, checkpoint.stage_weight_bytes(0, spec.num_layers) // 2) if is_cpu else 0
+        figures = _take_turns(stages, torch.zeros(between // 4))
     finally:
         for stage in stages.values():
             stage.close()
@@ -268,14 +271,15 @@ class _Stage:
 Figures = dict[tuple[Layers, int], list[float]]  # by a stage's layers and the kind of its sequences: ms of each round
 
 
-def _take_turns(stages: dict[Layers, _Stage]) -> Figures:
-    """Rounds in which every stage runs a step of every kind."""
+def _take_turns(stages: dict[Layers, _Stage], other_memory: torch.Tensor) -> Figures:
+    """Rounds in which every stage runs a step of every kind. other_memory: read before each of them."""
     figures: Figures = {(layers, kind): [] for layers, stage in stages.items() for kind in stage.kinds}
     began = time.perf_counter()
     for number in range(MAX_ROUNDS):
         if number >= MIN_ROUNDS and number % 2 == 0 and time.perf_counter() - began > ROUNDS_S:
             break
         for (layers, kind), found in figures.items():
+            other_memory.sum()
             found.append(stages[layers].step_ms(kind))
     return figures
 

@@ -11,9 +11,11 @@ from qsa.cli import main
 from qsa.config import make_config
 from qsa.errors import BudgetError, ConfigError, UnsupportedModelError
 from qsa.kernels.registry import SparseConfig
+from qsa.model import layer_times
 from qsa.model.build import build_stage
 from qsa.model.checkpoint.load import open_checkpoint
 from qsa.model.checkpoint.open import open_model
+from qsa.model.layer_times import LayerTimes
 from qsa.plan import MemoryPlan, plan_memory, sparse_configs
 from qsa.split import plan_split
 
@@ -28,9 +30,13 @@ def checkpoint():
     checkpoint.close()
 
 
-def plan(checkpoint, available: int = 16 * GIB, **settings: object) -> MemoryPlan:
+def plan(checkpoint, available: int = 16 * GIB, times: LayerTimes | None = None, **settings: object) -> MemoryPlan:
     config = make_config({"pipeline": {"device": "cpu"}} | settings)
-    return plan_memory(checkpoint, config, sparse=SPARSE, code_dim=None, available=[available])
+    return plan_memory(checkpoint, config, sparse=SPARSE, code_dim=None, available=[available], times=times)
+
+
+def measured(head_ms: float) -> LayerTimes:
+    return LayerTimes((1.0,) * 30, head_ms, first_ms=0.0, batch=4, context=4096, device="cpu")
 
 
 def test_default_model_has_room_for_all_sequences(checkpoint):
@@ -146,6 +152,41 @@ def test_what_is_kept_of_every_sequence_is_planned(checkpoint, setting):
 def test_auto_settings_resolve_without_a_calibration():
     sparse, code_dim = sparse_configs(make_config({}), None)
     assert sparse[0].dense and sparse[1].summary == "sketch" and code_dim is None
+
+
+def test_measured_times_move_layers_and_their_memory(checkpoint):
+    result = plan(checkpoint, times=measured(head_ms=10.0))
+    assert [(s.first_layer, s.last_layer) for s in result.stages] == [(0, 20), (20, 30)] == result.split.layers
+    assert [s.sequence_chunks for s in result.stages] == [20 * 9, 10 * 9]
+    table = result.table()
+    assert "20.00 ms" in table and "layers are divided 20 + 10, by measured times" in table
+    given = plan(checkpoint, times=measured(head_ms=10.0), pipeline={"split": [15, 15], "device": "cpu"})
+    assert "25.00 ms" in given.table() and "15 + 15, as pipeline.split says" in given.table()
+    assert "17.0 layers" in plan(checkpoint).table() and "by the sizes of weights" in plan(checkpoint).table()
+
+
+def test_what_does_not_fit_by_measured_times_is_divided_as_estimated(checkpoint):
+    pool = {"device_bytes": 20 << 20}  # a chunk of K and V a layer, one of sketches: 17 layers' shortest request is 34
+    with pytest.raises(BudgetError):
+        plan(checkpoint, cache=pool, times=measured(head_ms=10.0))
+    pool = {"device_bytes": 36 << 20}
+    result = plan(checkpoint, cache=pool, times=measured(head_ms=10.0))
+    assert result.split.counts == (17, 13) == result.split.estimate and result.split.source == "estimated"
+    assert "by measured times it would not fit: cache.device_bytes is 36 MiB" in result.table()
+    assert "17.00 ms and 23.00 ms" in result.table()
+
+
+def test_the_command_measures_when_told_to(capsys, tmp_path, monkeypatch):
+    for name, value in dict(WARM_STEPS=1, MIN_ROUNDS=2, MAX_ROUNDS=2, MAX_STEPS=3).items():
+        monkeypatch.setattr(layer_times, name, value)
+    monkeypatch.setattr("qsa.split.MAX_SPREAD", 1.0)  # so few rounds of so short steps differ
+    path = str(make_tiny_model("llama", tmp_path))
+    assert main(["plan", path, "--measure", "--set", "pipeline.device=cpu", "--set", "pipeline.split=[2, 2]"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 + 2, as pipeline.split says; a decode step takes" in printed and "head and sampler" in printed
+    assert "(batch 4, 125 tokens of context, cpu)" in printed
+    assert main(["plan", path, "--set", "pipeline.device=cpu"]) == 0
+    assert "so does `qsa plan --measure`" in capsys.readouterr().out
 
 
 def test_the_command_prints_the_plan(capsys):
