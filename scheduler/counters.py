@@ -14,7 +14,7 @@ class SchedulerCounters:
         held_chunks:      one number a stage, once every plan so far has run.
         generated_tokens: sampled tokens, each once.
         computed_tokens:  tokens computed, also of prompts, also again after a preemption.
-        steps:            plans made.
+        steps:            chunks and steps of a lane whose results have come.
     """
 
     num_waiting: int

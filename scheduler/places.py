@@ -86,6 +86,11 @@ class Places:
             return False
         return all(need <= free for need, free in zip(self._add_chunks(needs), self.slots.free_chunks, strict=True))
 
+    def fits(self, sequence: SequenceState, end: int) -> bool:
+        """It can grow to `end` tokens without anybody giving way."""
+        growth = self._growth(sequence, end)
+        return all(need <= free for need, free in zip(growth, self.slots.free_chunks, strict=True))
+
     def book(self, sequence: SequenceState, end: int) -> None:
         """A plan lets the sequence grow to `end` tokens."""
         added = self._growth(sequence, end)

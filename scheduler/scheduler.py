@@ -116,14 +116,23 @@ class Scheduler:
         if flights.burst is not None:
             return None
         self._admit()
-        if not any(s.can_decode for s in places.running.values()):
+        on_trial = self._next_on_trial()
+        if on_trial is not None and (len(flights) or not on_trial.can_decode):
+            return None  # nothing new until it can go on alone
+        candidates = [s for s in places.running.values() if s.can_decode and not s.is_on_trial]
+        candidates = candidates if on_trial is None else [on_trial]
+        if not candidates:
             return None
-        chosen = places.decide(lambda s: s.burst_end(1) if s.can_decode else None, plan_decodes)
+        chosen = places.decide(lambda s: s.burst_end(1) if s in candidates else None, plan_decodes)
         if not chosen:
             return None
         has_prompts = bool(flights.chunks) or any(s.can_chunk and not s.is_stalled for s in places.running.values())
         wanted = self._short_burst() if has_prompts else self._burst_steps
         wanted = min(wanted, max(s.final_len - s.planned_len for s in chosen))
+        if on_trial is not None:
+            wanted = 1
+        elif any(s.num_restarts for s in chosen):
+            wanted = min(wanted, min(s.furthest - s.planned_len for s in chosen if s.num_restarts))
         num_steps = longest_burst(wanted, lambda steps: places.has_room(chosen, steps))
         num_lanes = min(self._lanes, len(chosen))
         lanes = [chosen[lane::num_lanes] for lane in range(num_lanes)]
@@ -143,12 +152,17 @@ class Scheduler:
         running = places.running.values()
         if len(flights.chunks) > len(self._meter.pools) or not any(s.can_chunk for s in running):
             return None
-        if not self._is_chunk_due and (flights.burst is not None or any(s.can_decode and not s.is_stalled for s in running)):
+        on_trial = self._next_on_trial()
+        if on_trial is not None and (len(flights) or not on_trial.can_chunk):
             return None
+        has_decodes = flights.burst is not None or any(s.can_decode and not s.is_stalled for s in running)
+        if on_trial is None and has_decodes and not self._is_chunk_due:
+            return None
+        candidates = [s for s in running if s.can_chunk and not s.is_on_trial] if on_trial is None else [on_trial]
         is_busy = flights.burst is not None or any(not s.is_prefill for s in running)
         size = self._busy_chunk if is_busy else self._prefill_chunk
         chosen = places.decide(
-            lambda s: s.chunk_end(size) if s.can_chunk else None,
+            lambda s: s.chunk_end(size) if s in candidates else None,
             lambda views, free, returning: plan_chunk(views, free, returning, self._prefill_turn),
         )
         if not chosen:
@@ -286,6 +300,25 @@ class Scheduler:
     def _admit(self) -> None:
         self._outputs += [sequence.output() for sequence in self._places.admit(self._clock())]
 
+    def _next_on_trial(self) -> SequenceState | None:
+        """Who must go on alone now; in flight already, or the strongest of those that can.
+
+        Who lacks chunks lets others go first, but for the strongest of all, to whom everybody gives way.
+        """
+        under_way = next((s for s in self._flights.sequences() if s.is_on_trial), None)
+        if under_way is not None:
+            return under_way
+        running = self._places.running.values()
+        if not any(s.is_on_trial for s in running):
+            return None
+        strongest = min(running, key=lambda s: s.rank)
+        able = [s for s in running if s.is_on_trial and (s.can_decode or s.can_chunk)]
+        ready = [s for s in able if s is strongest or self._places.fits(s, self._next_end(s))]
+        return min(ready, key=lambda s: s.rank, default=None)
+
+    def _next_end(self, sequence: SequenceState) -> int:
+        return sequence.chunk_end(self._prefill_chunk) if sequence.can_chunk else sequence.burst_end(1)
+
     def _short_burst(self) -> int:
         return min(self._burst_steps, decode_turns(self._rates.chunk_ms.value, self._rates.decode_ms.value))
 
@@ -324,7 +357,7 @@ class Scheduler:
         stats: SelectionStats | None,
     ) -> None:
         """Take one sequence's part of a result."""
-        sequence.computed_len = end
+        sequence.note_computed(end)
         share = None
         if stats is not None and stats.context > 0:
             share = stats.attended / stats.context

@@ -13,7 +13,7 @@ from qsa.scheduler.plan import BurstItem, SequenceStep
 from qsa.scheduler.request import FinishReason, Request, RequestOutput, TokenOutput
 
 MAX_PREEMPTIONS = 3  # after that a sequence is admitted only with room for its final length, and keeps it
-MAX_RESTARTS = 3  # that a sequence may be under way in: the next one may well be its own fault
+MAX_RESTARTS = 2  # that a sequence may be under way in without getting any further: the next one is its own fault
 
 
 @dataclass(eq=False)
@@ -29,7 +29,8 @@ class SequenceState:
         in_flight:    plans under way that hold it; more than one only for chunks of its prompt.
         held:         chunks on each stage once every plan so far has run; for a burst, once all of its steps have.
         chunk_ends:   where chunks of its prompt have ended; they end there again whenever it is computed again.
-        num_restarts: restarts that have found it in flight.
+        furthest:     the largest computed_len so far.
+        num_restarts: restarts that have found it in flight since it got that far.
         is_leaving:   preempted as soon as nothing of it is in flight.
         is_stalled:   its last try found no room.
         is_ended:     its last output has been made; only the slot may still be in use.
@@ -49,6 +50,7 @@ class SequenceState:
     held: tuple[int, ...] = ()
     chunk_ends: list[int] = field(default_factory=list)
     num_preemptions: int = 0
+    furthest: int = 0
     num_restarts: int = 0
     num_bypassed: int = 0
     must_replay: bool = False
@@ -87,6 +89,18 @@ class SequenceState:
         """It can take part in the next burst: what was computed so far has come back, and ends with a known token."""
         is_free = self.in_flight == 0 and not (self.is_leaving or self.is_ended)
         return is_free and self.prompt_len <= self.planned_len < self.seq_len
+
+    @property
+    def is_on_trial(self) -> bool:
+        """It was in flight when the stages were lost, perhaps by its fault, and has come again to what it did not get
+        through. It takes that step alone, so that nobody else is lost with it."""
+        return self.num_restarts > 0 and self.planned_len >= self.furthest
+
+    def note_computed(self, end: int) -> None:
+        """A result has come back; when it is one that never came before, earlier losses were not this sequence's fault."""
+        self.computed_len = end
+        if end > self.furthest:
+            self.furthest, self.num_restarts = end, 0
 
     @property
     def is_protected(self) -> bool:

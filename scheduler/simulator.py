@@ -1,4 +1,4 @@
-"""Run the real Scheduler against a made-up load and stages that only count, on a clock of its own: seconds in milliseconds.
+"""Run the real Scheduler against a made-up load and stages that only count, on a clock of its own.
 
 Each stage runs its calls in the order in which the pipeline makes them, with bursts driven as stage 0 drives them: chunks of
 prompts on all stages at once, lanes of a burst one behind the other.
