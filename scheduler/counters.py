@@ -10,7 +10,7 @@ class SchedulerCounters:
     """The first five return to zero when all work is done; the totals only grow.
 
     Attributes:
-        num_slots:        slots in use or still to be released.
+        num_slots:        slots in use, also by sequences that have ended and are in flight.
         held_chunks:      one number a stage, once every plan so far has run.
         generated_tokens: sampled tokens, each once.
         computed_tokens:  tokens computed, also of prompts, also again after a preemption.
