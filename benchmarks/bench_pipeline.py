@@ -121,7 +121,7 @@ class Bench:
         found = {f"compute_ms_{stage}": ms for stage, ms in enumerate(rounds.compute_ms)}
         found |= {"round_ms": rounds.round_ms, "lanes": rounds.lanes, "transfer_ms": rounds.transfer_ms}
         self.note("decode", name, tokens_per_s=rate, answer_ms=rounds.answer_ms, filled_s=filled_s, **found)
-        self._keep(name, trace)
+        self._keep(f"decode_{name}", trace)
         return rate, rounds
 
     async def prefill(self, sparse_id: int, name: str, runs: int) -> tuple[float, float]:
@@ -264,7 +264,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--tokens", type=int, default=600, help="decode steps of a run of overhead")
     parser.add_argument("--repeat", type=int, default=3, help="runs of overhead; the median counts")
-    parser.add_argument("--traces", metavar="PREFIX", help="write traces to PREFIX_decode.json and so on")
+    parser.add_argument("--traces", metavar="PREFIX", help="write traces to PREFIX_decode_sparse.json and so on")
     parser.add_argument("--label", help="names figures of other sizes: pipeline.LABEL.prefill_s and so on")
     parser.add_argument("--dry", action="store_true", help="print, but leave the CSV and the summary as they are")
     parser.add_argument("--commit", help="of this checkout, where it was copied without its git folder")

@@ -5,14 +5,17 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from engine_helpers import scripted_config
+from scripted_stage import build_scripted
 
 from qsa import cli
+from qsa.actors.engine import Engine
 from qsa.actors.stage_clock import Span, StageClock
 from qsa.commands import bench_pipeline
 from qsa.engine_pace import Arrivals
 from qsa.errors import ConfigError, EngineDeadError
 from qsa.scheduler.request import FinishReason
-from qsa.trace import read_trace
+from qsa.trace import read_trace, stage_share
 
 STEP_S, CHUNK_S = 0.002, 0.01
 
@@ -116,3 +119,20 @@ def test_options_that_do_not_go_together(options, words):
 def test_a_trace_is_for_the_pipeline(capsys):
     assert cli.main(["bench", "--trace", "out.json"]) == 2
     assert "qsa bench pipeline" in capsys.readouterr().err
+
+
+@pytest.mark.ray
+def test_stages_of_an_engine_tell_what_they_did(ray_driver, monkeypatch):
+    monkeypatch.setattr(bench_pipeline, "QUIET_S", 0.05)
+    with Engine.start(scripted_config(), name="test/traced", build=build_scripted) as engine:
+        found = asyncio.run(bench_pipeline.measure(engine, 500, 3, 40, None))
+
+    assert [name for name, _ in found.phases] == ["prefill", "decode", "both"]
+    assert len(found.stages) == 2
+    for spans in found.stages:
+        assert {span.kind for span in spans} >= {"chunk", "compute", "wait", "send"}
+        assert {span.lane for span in spans if span.kind == "compute"} == {0, 1}
+        assert all(span.begin_s <= span.end_s for span in spans)
+    for number, (phase, window) in enumerate(found.phases):
+        shares = [stage_share(spans, window) for spans in found.stages]
+        assert all(share.busy > 0 for share in shares), (number, phase, shares)

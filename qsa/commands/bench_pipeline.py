@@ -119,7 +119,7 @@ async def measure(engine: Engine, length: int, num_streams: int, num_tokens: int
 
 def measure_engine(config: EngineConfig, args: argparse.Namespace, length: int) -> tuple[PipelineRun, list[str]]:
     """Start an engine for the measurement; also returns the layers of each stage, in words."""
-    with working("starting the engine") as say:
+    with working("measuring") as say:
         start_local_ray()
         try:
             with Engine.start(config, on_progress=say) as engine:
