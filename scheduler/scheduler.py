@@ -119,8 +119,8 @@ class Scheduler:
         on_trial = self._next_on_trial()
         if on_trial is not None and (len(flights) or not on_trial.can_decode):
             return None  # nothing new until it can go on alone
-        candidates = [s for s in places.running.values() if s.can_decode and not s.is_on_trial]
-        candidates = candidates if on_trial is None else [on_trial]
+        decodes = [s for s in places.running.values() if s.can_decode and not self._must_be_alone(s)]
+        candidates = decodes if on_trial is None else [on_trial]
         if not candidates:
             return None
         chosen = places.decide(lambda s: s.burst_end(1) if s in candidates else None, plan_decodes)
@@ -129,10 +129,8 @@ class Scheduler:
         has_prompts = bool(flights.chunks) or any(s.can_chunk and not s.is_stalled for s in places.running.values())
         wanted = self._short_burst() if has_prompts else self._burst_steps
         wanted = min(wanted, max(s.final_len - s.planned_len for s in chosen))
-        if on_trial is not None:
-            wanted = 1
-        elif any(s.num_restarts for s in chosen):
-            wanted = min(wanted, min(s.furthest - s.planned_len for s in chosen if s.num_restarts))
+        if len(places.running) > 1 and any(s.num_restarts for s in chosen):
+            wanted = min(wanted, max(1, min(s.furthest - s.planned_len for s in chosen if s.num_restarts)))
         num_steps = longest_burst(wanted, lambda steps: places.has_room(chosen, steps))
         num_lanes = min(self._lanes, len(chosen))
         lanes = [chosen[lane::num_lanes] for lane in range(num_lanes)]
@@ -158,7 +156,7 @@ class Scheduler:
         has_decodes = flights.burst is not None or any(s.can_decode and not s.is_stalled for s in running)
         if on_trial is None and has_decodes and not self._is_chunk_due:
             return None
-        candidates = [s for s in running if s.can_chunk and not s.is_on_trial] if on_trial is None else [on_trial]
+        candidates = [s for s in running if s.can_chunk and not self._must_be_alone(s)] if on_trial is None else [on_trial]
         is_busy = flights.burst is not None or any(not s.is_prefill for s in running)
         size = self._busy_chunk if is_busy else self._prefill_chunk
         chosen = places.decide(
@@ -309,12 +307,13 @@ class Scheduler:
         if under_way is not None:
             return under_way
         running = self._places.running.values()
-        if not any(s.is_on_trial for s in running):
-            return None
-        strongest = min(running, key=lambda s: s.rank)
-        able = [s for s in running if s.is_on_trial and (s.can_decode or s.can_chunk)]
+        able = [s for s in running if self._must_be_alone(s) and (s.can_decode or s.can_chunk)]
+        strongest = min(running, key=lambda s: s.rank, default=None)
         ready = [s for s in able if s is strongest or self._places.fits(s, self._next_end(s))]
         return min(ready, key=lambda s: s.rank, default=None)
+
+    def _must_be_alone(self, sequence: SequenceState) -> bool:
+        return sequence.is_on_trial and len(self._places.running) > 1
 
     def _next_end(self, sequence: SequenceState) -> int:
         return sequence.chunk_end(self._prefill_chunk) if sequence.can_chunk else sequence.burst_end(1)
