@@ -24,7 +24,7 @@ from qsa.actors.recovery import Recovery, RecoveryLimits
 from qsa.actors.telemetry import EngineStats, Health, SchedulerPing, StageStats
 from qsa.actors.transport import TransportClosed
 from qsa.actors.watchdog import STUCK_S, TICK_S, Trouble, Watchdog
-from qsa.errors import EngineDeadError, EngineRecoveringError, RequestError
+from qsa.errors import EngineDeadError, EngineRecoveringError, RequestError, StageLostError
 from qsa.kernels.registry import SparseConfig
 from qsa.scheduler.growth import StageCapacity
 from qsa.scheduler.plan import BurstEnd, BurstPlan, SequenceStep, StepPlan, StepResult
@@ -353,10 +353,11 @@ class SchedulerActor:
 
         A burst carries the failures of its steps; when one of its calls raises, the stages are out of step.
         """
-        if is_actor_death(error):
+        cause = original_error(error)
+        if is_actor_death(cause) or isinstance(cause, StageLostError):
             self._on_trouble(Trouble("died", None, "a stage has died"))
             return
-        if isinstance(plan, BurstPlan) or isinstance(original_error(error), TransportClosed):
+        if isinstance(plan, BurstPlan) or isinstance(cause, TransportClosed):
             self._on_trouble(Trouble("stalled", None, f"the stages have lost each other ({describe(error)})"))
             return
         logger.error("step %d failed: %s", plan.step, error)

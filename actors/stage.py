@@ -12,6 +12,7 @@ from qsa.actors.process import this_process
 from qsa.actors.stage_clock import Span, StageClock
 from qsa.actors.stage_spec import StageSpec
 from qsa.actors.telemetry import StagePing, StageStart, StageStats, WarmUpProgress, stage_stats
+from qsa.errors import StageLostError
 from qsa.scheduler.burst import Burst
 from qsa.scheduler.growth import StageCapacity
 from qsa.scheduler.plan import BurstEnd, BurstPlan, StepPlan, StepResult
@@ -293,5 +294,5 @@ class StageActor:
 
     def _loaded(self) -> StageSteps:
         if self._steps is None:
-            raise RuntimeError(f"{self!r} has not been loaded, or is closed")
+            raise StageLostError(f"{self!r} has not been loaded, or is closed")
         return self._steps

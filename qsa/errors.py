@@ -69,3 +69,7 @@ class EngineDeadError(QSAError):
 
 class EngineRecoveringError(EngineDeadError):
     """Not now: the engine is starting, or being brought back after a loss (HTTP 503 with Retry-After)."""
+
+
+class StageLostError(QSAError):
+    """A stage's process has nothing loaded: it was started again in the place of one that has died."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
-from ray.util import list_named_actors
+from ray.util import list_named_actors, state
 
 from qsa.actors.placement import NAMESPACE
 from qsa.config import make_config
@@ -49,6 +50,27 @@ async def until_free(engine, timeout_s=5.0):
             return stats
         assert time.monotonic() < deadline, stats
         await asyncio.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return letter not in ("Z", "X")
+
+
+def actor_pid(name: str) -> int:
+    """Process of the living actor of this name."""
+    (found,) = state.list_actors(filters=[("name", "=", name), ("state", "=", "ALIVE")])
+    return found.pid
+
+
+async def until_healthy(engine, timeout_s=30.0):
+    deadline = time.monotonic() + timeout_s
+    while not (health := await engine.health()).ok:
+        assert time.monotonic() < deadline and not health.is_dead, health
+        await asyncio.sleep(0.05)
 
 
 def engine_actors() -> set[str]:

@@ -8,11 +8,15 @@ every output in advance. What a prompt may hold:
     RAISE_0   the first stage raises when it computes this token; RAISE_LAST: the last one
     SLOW      the first stage takes SLOW_S for a step with this token; CRAWL: CRAWL_S
     DRAG      followed by itself for ever, DRAG_S a step: a request that does not end soon
+    EXIT      the process of the last stage ends at this token
+    FUSE      followed by itself and then, at the next position that is a multiple of FUSE_LENGTH, by EXIT
+    HANG      the first stage does not end the step with this token
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,7 +34,8 @@ from qsa.memory.layout import KVLayout, SummaryLayout
 from qsa.model.batch import Segment
 
 VOCAB_SIZE = 49152  # the default model's, whose headers the tests start with
-NAN, RAISE_0, RAISE_LAST, SLOW, CRAWL, DRAG = 901, 902, 903, 904, 905, 906
+NAN, RAISE_0, RAISE_LAST, SLOW, CRAWL, DRAG, EXIT, HANG, FUSE = 901, 902, 903, 904, 905, 906, 907, 908, 909
+FUSE_LENGTH = 32
 SLOW_S, CRAWL_S, DRAG_S = 0.1, 2.0, 0.005
 HIDDEN_SIZE = 4
 KV = KVLayout(num_kv_heads=2, head_dim=256, element_bytes=2)  # 512 tokens a page
@@ -39,6 +44,8 @@ SUMMARY = SummaryLayout(slice_size=64, slice_bytes=4096)
 
 def next_token(token: int, position: int) -> int:
     """The token after `token` at `position`: ordinary, and different for every place."""
+    if token == FUSE:
+        return FUSE if (position + 1) % FUSE_LENGTH else EXIT
     return DRAG if token == DRAG else 1000 + (token * 7 + position) % 40000
 
 
@@ -117,9 +124,13 @@ class ScriptedModel:
             for token, seconds in ((SLOW, SLOW_S), (CRAWL, CRAWL_S), (DRAG, DRAG_S)):
                 if (token_ids == token).any():
                     time.sleep(seconds)
+            if (token_ids == HANG).any():
+                time.sleep(3600)
         assert hidden is not None and len(hidden) == sum(s.extend_len for s in segments)
         if not self.is_last:
             return hidden
+        if (hidden[:, 0] == EXIT).any():
+            os._exit(1)
         if (hidden[:, 0] == RAISE_LAST).any():
             raise RuntimeError("scripted failure of the last stage")
         logits = torch.zeros(len(sample_rows), VOCAB_SIZE)

@@ -134,12 +134,13 @@ def test_deaths_at_random_points(run, num_stages):
                 name = f"r{round_}-{n}"
                 prompts[name] = [draw.randrange(10, 800)] * draw.choice([1, 3, 70, 300])
                 await h.submit(name, prompts[name], max_tokens=60)
-            await asyncio.sleep(draw.uniform(0, 0.15))
+            await h.until_recovered()
+            await asyncio.sleep(draw.uniform(0, 0.3))
             draw.choice(h.stages).die()
-            if draw.random() < 0.3:
-                await asyncio.sleep(draw.uniform(0, 0.1))
+            if draw.random() < 0.4:  # another one at any moment of the recovery
+                await asyncio.sleep(draw.uniform(0, 0.3))
                 draw.choice(h.stages).die()
-            await asyncio.sleep(draw.uniform(0, 0.1))
+            await asyncio.sleep(0.05)
         await h.until(lambda: len(h.ends) == len(prompts), 60)
         h.check(prompts, 60)
         num_failed = sum(reason is FinishReason.ERROR for reason, _ in h.ends.values())
