@@ -56,6 +56,18 @@ class Flights:
         if self.burst is not None:
             yield from self.burst.sequences
 
+    def ends(self) -> dict[int, int]:
+        """Where the plans in flight take everyone at most, by the id of the sequence's state."""
+        ends: dict[int, int] = {}
+        for chunk in self.chunks.values():
+            key = id(chunk.sequence)
+            ends[key] = max(ends.get(key, 0), chunk.plan.items[0].end)
+        if self.burst is not None:
+            items = {item.request_id: item for lane in self.burst.plan.lanes for item in lane}
+            for sequence in self.burst.sequences:
+                ends[id(sequence)] = items[sequence.request_id].start + self.burst.plan.max_steps
+        return ends
+
     def clear(self) -> None:
         self.chunks.clear()
         self.burst = None

@@ -16,7 +16,7 @@ from qsa.scheduler.plan import BurstEnd, BurstPlan, SelectionStats, SequenceResu
 from qsa.scheduler.policy import decode_turns, longest_burst, plan_chunk, plan_decodes
 from qsa.scheduler.rates import Rates, RunningMean
 from qsa.scheduler.request import FinishReason, Request, RequestOutput, TokenOutput
-from qsa.scheduler.sequence import MAX_RESTARTS, SequenceState
+from qsa.scheduler.sequence import SequenceState
 
 __all__ = ["Scheduler", "SchedulerCounters", "StageCapacity"]
 
@@ -242,11 +242,10 @@ class Scheduler:
             The new epoch.
         """
         self.epoch += 1
-        suspects = {id(sequence) for sequence in self._flights.sequences()}
+        ends = self._flights.ends()
         self._flights.clear()
         for sequence in self._places.restart():
-            sequence.num_restarts += id(sequence) in suspects
-            if sequence.num_restarts > MAX_RESTARTS:
+            if id(sequence) in ends and not sequence.note_restart(ends[id(sequence)]):
                 error = message or "the stages were lost again and again while this request was being computed"
                 self._outputs.append(self._end(sequence, FinishReason.ERROR, error=error))
         self._is_chunk_due = True

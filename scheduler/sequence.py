@@ -13,7 +13,8 @@ from qsa.scheduler.plan import BurstItem, SequenceStep
 from qsa.scheduler.request import FinishReason, Request, RequestOutput, TokenOutput
 
 MAX_PREEMPTIONS = 3  # after that a sequence is admitted only with room for its final length, and keeps it
-MAX_RESTARTS = 2  # that a sequence may be under way in without getting any further: the next one is its own fault
+MAX_RESTARTS = 2  # that may meet a sequence in the same step, which it did not get through: the next one is its own fault
+MAX_SETBACKS = 12  # restarts that may meet it in flight anywhere, until it gets further than ever
 
 
 @dataclass(eq=False)
@@ -30,7 +31,8 @@ class SequenceState:
         held:         chunks on each stage once every plan so far has run; for a burst, once all of its steps have.
         chunk_ends:   where chunks of its prompt have ended; they end there again whenever it is computed again.
         furthest:     the largest computed_len so far.
-        num_restarts: restarts that have found it in flight since it got that far.
+        num_restarts: restarts that have found it beyond that, in flight.
+        num_setbacks: restarts that have found it in flight since it got that far.
         is_leaving:   preempted as soon as nothing of it is in flight.
         is_stalled:   its last try found no room.
         is_ended:     its last output has been made; only the slot may still be in use.
@@ -52,6 +54,7 @@ class SequenceState:
     num_preemptions: int = 0
     furthest: int = 0
     num_restarts: int = 0
+    num_setbacks: int = 0
     num_bypassed: int = 0
     must_replay: bool = False
     is_leaving: bool = False
@@ -100,7 +103,16 @@ class SequenceState:
         """A result has come back; when it is one that never came before, earlier losses were not this sequence's fault."""
         self.computed_len = end
         if end > self.furthest:
-            self.furthest, self.num_restarts = end, 0
+            self.furthest, self.num_restarts, self.num_setbacks = end, 0, 0
+
+    def note_restart(self, end: int) -> bool:
+        """The stages were lost while a plan up to `end` was in flight; whether it may try again.
+
+        What it had got through before is nobody's fault: it is computed again, and again until there is no more trouble.
+        """
+        self.num_setbacks += 1
+        self.num_restarts += end > self.furthest
+        return self.num_restarts <= MAX_RESTARTS and self.num_setbacks <= MAX_SETBACKS
 
     @property
     def is_protected(self) -> bool:
