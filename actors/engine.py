@@ -17,10 +17,13 @@ from ray.exceptions import GetTimeoutError
 
 from qsa.actors.aborter import Aborter
 from qsa.actors.client_desk import POLL_S
+from qsa.actors.layer_measure import ask_for_times
+from qsa.actors.links import Link
 from qsa.actors.output_poller import OutputPoller
 from qsa.actors.placement import EngineActors, place, plan_engine, start_actors
 from qsa.actors.ray_errors import engine_error, is_lost
 from qsa.actors.scheduler_keeper import KeeperEvents, RemoteScheduler, SchedulerKeeper
+from qsa.actors.stage_clock import Span
 from qsa.actors.stage_steps import ModelBuilder, build_model
 from qsa.actors.telemetry import EngineStats, Health, StageStart, WarmUpProgress
 from qsa.actors.warm_up import NUM_TOKENS, ReportProgress, send_first_requests, warm_stages
@@ -53,6 +56,8 @@ class Engine:
 
     Attributes:
         starts:    what each stage computes with; empty before the warm-up.
+        link:      how the stages are linked; None before the warm-up.
+        split:     how layers are divided, and why so.
         warm_up_s: how long the whole warm-up took.
     """
 
@@ -70,6 +75,7 @@ class Engine:
         self.config = config
         self.name = name
         self.starts: tuple[StageStart, ...] = ()
+        self.link: Link | None = None
         self.warm_up_s = 0.0
         self.spec = checkpoint.spec
         self.tokenizer = checkpoint.tokenizer()
@@ -77,6 +83,7 @@ class Engine:
         self.max_model_len = memory.max_model_len
         self.longest_sequence = memory.longest_sequence  # tokens that the pools hold of a request that is alone
         self.model_name = config.model.name or checkpoint.spec.name
+        self.split = memory.split
         self._actors = actors
         self._scheduler = actors.scheduler
         self._capacities, self._loads = tuple(capacities), tuple(loads)
@@ -125,11 +132,16 @@ class Engine:
             report(f"starting {plan.summary}")
             actors = start_actors(plan, config, name, build)
             deadline = began + config.pipeline.start_timeout_s
-            if plan.memory is None:
+            cards, available = None, plan.memory.available_bytes if plan.memory is not None else None
+            if plan.memory is None:  # before measuring, which leaves libraries on a card that the plan counts itself
                 looks = [stage.look_at_card.remote() for stage in actors.stages]
-                plan = plan_engine(config, checkpoint, _wait_for(looks, deadline, "looking at its cards", config))
+                cards = _wait_for(looks, deadline, "looking at its cards", config)
+            times = ask_for_times(actors.stages, config, checkpoint.spec)
+            if cards is not None or times is not None:
+                plan = plan_engine(config, checkpoint, cards, times=times, available=available)
                 report(f"loading {plan.summary}")
             assert plan.memory is not None
+            logger.info("%s", plan.memory.split.line)
             loads = [(spec.num_chunks, (spec.first_layer, spec.last_layer)) for spec in plan.stages]
             calls = [stage.load.remote(*load) for stage, load in zip(actors.stages, loads, strict=True)]
             capacities = _wait_for(calls, deadline, "loading", config)
@@ -161,7 +173,7 @@ class Engine:
             self.starts, total = warm_stages(self._actors.stages, report, AFTER_STAGES, limit_s)
             report(WarmUpProgress(total - 2, total, "a first step through all stages"))
             call = self._scheduler.begin.remote(self._capacities, self._loads, self._first_lengths())
-            _wait_for([call], time.monotonic() + limit_s, "warming up", self.config)
+            (self.link,) = _wait_for([call], time.monotonic() + limit_s, "warming up", self.config)
             report(WarmUpProgress(total - 1, total, "first requests"))
             if first_requests is not None:
                 first_requests()
@@ -179,8 +191,10 @@ class Engine:
             logger.info("%s", line)
 
     def start_lines(self) -> list[str]:
-        """What computes here, for a log: a line a stage, and how long the warm-up took."""
-        return [*map(str, self.starts), f"warm-up of the whole engine: {self.warm_up_s:.1f} s"]
+        """What computes here, for a log: a line a stage, how layers are divided, how the stages are linked, and how long the
+        warm-up took."""
+        several = [self.split.line, str(self.link)] if len(self.starts) > 1 else []
+        return [*map(str, self.starts), *several, f"warm-up of the whole engine: {self.warm_up_s:.1f} s"]
 
     @property
     def first_tokens(self) -> int:
@@ -261,6 +275,15 @@ class Engine:
             raise EngineDeadError("the engine is closed")
         stats: EngineStats = await self._ask(self._scheduler.stats.remote())
         return stats
+
+    async def start_trace(self) -> None:
+        """Let every stage keep the spans of its time, until `take_trace`."""
+        await self._ask(self._scheduler.start_trace.remote())
+
+    async def take_trace(self) -> list[list[Span]]:
+        """The spans of every stage since `start_trace`."""
+        spans: list[list[Span]] = await self._ask(self._scheduler.take_trace.remote())
+        return spans
 
     async def health(self) -> Health:
         """Whether the engine can answer; never waits for the stages, nor long for the scheduler."""

@@ -21,18 +21,20 @@ from qsa.actors.stage import StageActor
 from qsa.actors.stage_spec import StageSpec
 from qsa.actors.stage_steps import ModelBuilder
 from qsa.config import EngineConfig
-from qsa.device import busy_chunk, missing_for_cards, num_lanes, prefill_chunk, settle
+from qsa.device import busy_chunk, missing_for_cards, num_lanes, prefill_chunk, settle, stage_threads
 from qsa.errors import ConfigError
 from qsa.memory.budget import CardMemory
 from qsa.model.checkpoint.load import Checkpoint
-from qsa.plan import MemoryPlan, find_calibration, model_len, plan_memory, sparse_configs, stage_layers
+from qsa.model.layer_times import LayerTimes
+from qsa.plan import MemoryPlan, find_calibration, model_len, plan_memory, sparse_configs
+from qsa.split import plan_split
 
 NAMESPACE = "qsa"  # of all named actors, whatever namespace the driver has
 SCHEDULER_CPUS = 0.25
 
 _remote: Any = ray.remote  # its annotations do not know concurrency groups
 _RESTARTS = {"max_restarts": -1, "max_task_retries": 0}  # a lost process is started again; its calls are lost with it
-_Stage = _remote(**_RESTARTS, concurrency_groups={"control": 2, "results": 1, "link": 1})(StageActor)
+_STAGE_GROUPS = {"control": 2, "results": 1, "link": 1}
 
 
 class PlacedScheduler(SchedulerActor):
@@ -70,11 +72,20 @@ def place(config: EngineConfig) -> EngineConfig:
     return settle(config, int(resources.get("GPU", 0)) if has_what_it_takes else 0)
 
 
-def plan_engine(config: EngineConfig, checkpoint: Checkpoint, cards: Sequence[CardMemory] | None = None) -> EnginePlan:
+def plan_engine(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    cards: Sequence[CardMemory] | None = None,
+    *,
+    times: LayerTimes | None = None,
+    available: Sequence[int] | None = None,
+) -> EnginePlan:
     """Turn the configuration into the actors' specs.
 
     Args:
-        cards: the card of each stage; None: not known yet, and then the memory of stages on cards is not planned.
+        cards:     the card of each stage; None: not known yet, and then the memory of stages on cards is not planned.
+        times:     measured ones, which decide on the layers of each stage; None: estimated.
+        available: free bytes of the host, as an earlier plan found them, before there were stages; None: probed now.
 
     Raises:
         ConfigError: settings that do not go with this model.
@@ -87,8 +98,10 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, cards: Sequence[Ca
     max_model_len = model_len(checkpoint.spec, config)
     memory = None
     if device == "cpu" or cards is not None:
-        memory = plan_memory(checkpoint, config, sparse=sparse, code_dim=code_dim, cards=cards)
-    cores = len(os.sched_getaffinity(0))
+        memory = plan_memory(
+            checkpoint, config, sparse=sparse, code_dim=code_dim, times=times, available=available, cards=cards
+        )
+    split = memory.split if memory is not None else plan_split(checkpoint.spec, config, times)
     stages = tuple(
         StageSpec(
             stage=stage,
@@ -108,9 +121,9 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, cards: Sequence[Ca
             device=device,
             prefill_chunk=prefill_chunk(config),
             lanes=num_lanes(config),
-            num_threads=pipeline.threads_per_stage or max(1, cores // pipeline.num_stages),
+            num_threads=stage_threads(config),
         )
-        for stage, (first, last) in enumerate(stage_layers(checkpoint.spec, config))
+        for stage, (first, last) in enumerate(split.layers)
     )
     scheduler = SchedulerSpec(
         max_sequences=limits.max_sequences,
@@ -195,9 +208,10 @@ def start_actors(plan: EnginePlan, config: EngineConfig, name: str, build: Model
         }
 
     try:
+        stage_class = _stage_class(config.pipeline.transport)
         stage_options = [options(f"stage{spec.stage}", 1 + spec.stage) for spec in plan.stages]
         for spec, chosen in zip(plan.stages, stage_options, strict=True):
-            actors.stages.append(_Stage.options(**chosen).remote(spec, build))
+            actors.stages.append(stage_class.options(**chosen).remote(spec, build))
         stage_names = [chosen["name"] for chosen in stage_options]
         actors.scheduler = _Scheduler.options(**options("scheduler", 0)).remote(plan.scheduler, stage_names)
     except BaseException as error:
@@ -206,6 +220,16 @@ def start_actors(plan: EnginePlan, config: EngineConfig, name: str, build: Model
             raise ConfigError(f"an engine named {name} is running in this cluster; give this one another name") from None
         raise
     return actors
+
+
+def _stage_class(transport: str) -> Any:
+    """The stages' actor class for a transport."""
+    more: dict[str, Any] = {}
+    if transport == "rdt":
+        from qsa.actors.transport_rdt import actor_options  # noqa: PLC0415 - Ray's alpha, loaded only where it is used
+
+        more = actor_options(transport)
+    return _remote(**_RESTARTS, concurrency_groups=_STAGE_GROUPS, **more)(StageActor)
 
 
 def _reserve(bundles: list[dict[str, float]], timeout_s: float) -> PlacementGroup:

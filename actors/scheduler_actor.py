@@ -16,32 +16,25 @@ from typing import Any
 import numpy as np
 
 from qsa.actors.client_desk import ClientDesk
+from qsa.actors.first_steps import first_steps
 from qsa.actors.links import Link, Linker
 from qsa.actors.pipeline import CONTROL, Pipeline
 from qsa.actors.process import ProcessId, this_process
 from qsa.actors.ray_errors import describe, is_actor_death, original_error
 from qsa.actors.recovery import Recovery, RecoveryLimits
+from qsa.actors.request_checks import check_request
 from qsa.actors.telemetry import EngineStats, Health, SchedulerPing, StageStats
 from qsa.actors.transport import TransportClosed
 from qsa.actors.watchdog import STUCK_S, TICK_S, Trouble, Watchdog
-from qsa.errors import EngineDeadError, EngineRecoveringError, RequestError, StageLostError
+from qsa.errors import EngineDeadError, EngineRecoveringError, StageLostError
 from qsa.kernels.registry import SparseConfig
 from qsa.scheduler.growth import StageCapacity
-from qsa.scheduler.plan import BurstEnd, BurstPlan, SequenceStep, StepPlan, StepResult
+from qsa.scheduler.plan import BurstEnd, BurstPlan, StepPlan, StepResult
 from qsa.scheduler.request import Request, RequestOutput, SamplingParams
 from qsa.scheduler.scheduler import Scheduler
 
 LEASE_S = 30.0  # a client that has not polled for so long is gone, and its requests are aborted
 STATS_TIMEOUT_S = 2.0
-WARM_UP_SAMPLING = (  # every way the sampler can take
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=0.8, top_p=0.9, logprobs=5),
-    SamplingParams(temperature=0.8, top_k=40, min_p=0.05),
-    SamplingParams(
-        temperature=1.0, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1, logit_bias=((0, 1.0),)
-    ),
-)
-
 logger = logging.getLogger(__name__)
 
 
@@ -182,23 +175,13 @@ class SchedulerActor:
         )
 
     async def _warm_up(self, prompt_lengths: Sequence[int]) -> None:
-        """Prompts, and a decode step of every kind of sampling, through all stages, before the first request pays for what
-        happens once."""
+        """First steps through all stages, before the first request pays for what happens once."""
         spec = self._spec
-        most = max(1, min(spec.prefill_chunk, spec.max_model_len - len(WARM_UP_SAMPLING)))
-        lengths = sorted({max(1, min(length, most)) for length in prompt_lengths})
-        greedy = WARM_UP_SAMPLING[0]
-        steps = [SequenceStep("warm-up", 0, 0, (0,) * length, is_prefill=True, sampling=greedy) for length in lengths]
-        for position, sampling in zip(range(lengths[-1], spec.max_model_len), WARM_UP_SAMPLING, strict=False):
-            counts = ((0, 1),) if sampling.presence_penalty else ()
-            steps.append(SequenceStep("warm-up", 0, position, (0,), is_prefill=False, sampling=sampling, counts=counts))
-        first = -len(steps)  # so that the first real step is number 0
-        for number, step in enumerate(steps):
-            opened = ((0, spec.default_sparse_id),) if step.is_prefill else ()
-            if step.is_prefill:
+        for plan in first_steps(prompt_lengths, spec.prefill_chunk, spec.max_model_len, spec.default_sparse_id):
+            if plan.open_slots:
                 self._pipeline.release(0, (0,))
             began = time.monotonic()
-            await self._pipeline.step(StepPlan(0, first + number, 0, (step,), opened))
+            await self._pipeline.step(plan)
             self._watchdog.learn(time.monotonic() - began)
         self._pipeline.release(0, (0,))
         await self._reset_stages()
@@ -234,13 +217,7 @@ class SchedulerActor:
             RequestError, OverloadedError, EngineDeadError: it is not queued.
         """
         scheduler = self._alive()
-        for ids, param in (
-            (prompt, "prompt"),
-            (np.array(sampling.stop_token_ids), "stop_token_ids"),
-            (np.array([token for token, _ in sampling.logit_bias]), "logit_bias"),
-        ):
-            _check_ids(ids, self._spec.vocab_size, param)
-        _check_travels(request_id, sampling)
+        check_request(request_id, prompt, sampling, self._spec.vocab_size)
         scheduler.add(Request(request_id, tuple(prompt.tolist()), sampling, sparse_id, priority))
         self._desk.open(client_id, request_id)
         self._fill()
@@ -442,17 +419,3 @@ class SchedulerActor:
 async def _answer(reference: Awaitable[Any]) -> Any:
     """Await an object reference as a coroutine, which asyncio's helpers want."""
     return await reference
-
-
-def _check_travels(request_id: str, sampling: SamplingParams) -> None:
-    """Refuse what a plan cannot carry to the stages, such as a number of more than 64 bits: the plan has others in it."""
-    try:
-        StepPlan(0, 0, 0, (SequenceStep(request_id, 0, 0, (), is_prefill=False, sampling=sampling),)).to_bytes()
-    except (OverflowError, TypeError, ValueError) as error:
-        raise RequestError(f"the sampling parameters cannot be sent to the stages: {error}", param="sampling") from None
-
-
-def _check_ids(ids: np.ndarray, vocab_size: int, param: str) -> None:
-    wrong = ids[(ids < 0) | (ids >= vocab_size)]
-    if len(wrong):
-        raise RequestError(f"{param} holds token {wrong[0]}, but the model has tokens 0 to {vocab_size - 1}", param=param)

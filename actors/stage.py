@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from qsa.actors.stage_steps import ModelBuilder, StageSteps
     from qsa.actors.transport import HiddenMessage
     from qsa.memory.budget import CardMemory
+    from qsa.model.layer_times import LayerTimes
 
 RESULTS_S = 1.0  # longest wait for a burst's next results
 
@@ -62,6 +63,18 @@ class StageActor:
         from qsa.actors.stage_steps import look_at_card  # noqa: PLC0415
 
         return look_at_card(self._spec)
+
+    def measure_layers(self, sparse_id: int) -> LayerTimes | None:
+        """What layers, head and embedding cost here, before it is known which ones are this stage's.
+
+        None on all stages but the last, which import meanwhile what loading needs, and where a test brings its own model.
+        """
+        from qsa.actors.layer_measure import measure_layers  # noqa: PLC0415
+        from qsa.actors.stage_steps import build_model  # noqa: PLC0415
+
+        if not self._spec.is_last or self._build not in (None, build_model):
+            return None
+        return measure_layers(self._spec, sparse_id)
 
     def load(self, num_chunks: int | None = None, layers: tuple[int, int] | None = None) -> StageCapacity:
         """Read the weights and allocate the KV pool; not in `__init__`, where Ray would lose the error's type.

@@ -221,11 +221,6 @@ def model_len(spec: ModelSpec, config: EngineConfig) -> int:
     return wanted
 
 
-def stage_layers(spec: ModelSpec, config: EngineConfig) -> list[tuple[int, int]]:
-    """Layers of each stage as estimated. TODO: goes when the placement takes them from `plan_split`."""
-    return plan_split(spec, config).layers
-
-
 def find_calibration(config: EngineConfig) -> Path | None:
     """The `code` calibration to use: the configured file, else one beside the model, else one shipped with QSA."""
     if config.model.calibration is not None:

@@ -243,7 +243,7 @@ def test_three_stages_say_the_same_as_two(ray_driver):
     with Engine.start(config, build=build_scripted) as engine:
         tokens, _ = asyncio.run(collect(engine, [33] * 70, greedy(12)))
         assert tokens == expected_tokens([33] * 70, 12)
-        assert [stage.layers for stage in asyncio.run(engine.stats()).stages] == [(0, 12), (12, 23), (23, 30)]
+        assert [stage.layers for stage in asyncio.run(engine.stats()).stages] == [(0, 11), (11, 22), (22, 30)]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from qsa.errors import BudgetError, ConfigError
 from qsa.memory.budget import CardMemory
 from qsa.model.checkpoint.load import open_checkpoint
 from qsa.model.checkpoint.open import open_model
+from qsa.model.layer_times import LayerTimes
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
@@ -49,6 +50,17 @@ def test_memory_on_cards_is_planned_when_they_are_known(checkpoint):
     assert "20.0 GiB of 139.0 GiB free on H200" in plan.memory.table()
     with pytest.raises(BudgetError, match=r"stage 0 needs .* but H200 has 1\.0 GiB of 139\.0 GiB free"):
         plan_engine(config, checkpoint, cards(GIB, GIB))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_measured_times_decide_on_the_layers(checkpoint, device):
+    config = make_config({"pipeline": {"device": device}})
+    times = LayerTimes((1.0,) * 30, head_ms=10.0, first_ms=0.0, batch=4, context=4096, device=device)
+    where = dict(cards=cards(20 * GIB, 20 * GIB)) if device == "cuda" else dict(available=[16 * GIB])
+    plan = plan_engine(config, checkpoint, times=times, **where)
+    assert [(stage.first_layer, stage.last_layer) for stage in plan.stages] == [(0, 20), (20, 30)]
+    assert plan.memory is not None and "20 + 10, by measured times" in plan.memory.table()
+    assert [stage.num_chunks for stage in plan.stages] == [part.num_chunks for part in plan.memory.stages]
 
 
 def test_every_stage_reserves_its_share_of_a_card():
