@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,6 +14,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    import triton_interpreter
+
+    triton_interpreter.speed_up()
 
 pytest_plugins = ["ray_cluster"]
 
