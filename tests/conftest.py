@@ -23,6 +23,13 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
 pytest_plugins = ["ray_cluster"]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """`-m slow` asks for slow tests of cards too."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+
+
 @pytest.fixture(autouse=True)
 def uninitialised_memory_is_nan():
     """`torch.empty` yields NaN (the largest value for integers), so an operator that forgets part of its output fails."""
