@@ -24,6 +24,28 @@ from qsa.config import load_config
 from qsa.errors import QSAError
 from qsa.serve_app.batch import read_lines, run_batch
 
+CONNECT_ATTEMPTS = 3
+
+
+def connect(address: str | None) -> None:
+    """Attach to the cluster of this machine or job, or as a Ray client to another one; never start a cluster.
+
+    The head node starts a server of its own for each client, and may lose it while it starts (with grpcio from 1.81 on,
+    unless GRPC_ENABLE_FORK_SUPPORT=0 is in the environment of `ray start`: grpc/grpc#43055). A new connection gets a new one.
+
+    Raises:
+        ConnectionAbortedError: the cluster refused CONNECT_ATTEMPTS times to serve this client.
+    """
+    for attempt in range(1, CONNECT_ATTEMPTS + 1):
+        try:
+            ray.init(address=address or "auto", log_to_driver=False)
+            return
+        except ConnectionAbortedError as error:
+            if attempt == CONNECT_ATTEMPTS:
+                raise
+            reason = str(error).strip().splitlines()[-1]
+            print(f"batch_job: connecting again after attempt {attempt} of {CONNECT_ATTEMPTS}: {reason}", file=sys.stderr)
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Answer an OpenAI batch file on a Ray cluster.")
@@ -38,7 +60,7 @@ def main() -> int:
     try:
         config = load_config(args.config, {"model.path": args.model} if args.model else None)
         items = list(read_lines(args.input.read_text(encoding="utf-8").splitlines(), str(args.input)))
-        ray.init(address=args.address or "auto", log_to_driver=False)  # never a cluster of its own
+        connect(args.address)
         failed = 0
         with args.output.open("w") as output:
             for answer in run_batch(items, config):

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from typing import Any
 
 import torch
-from offline_gpu import compile_launches, resources
+from offline_gpu import compile_cases, compile_launches
 
 from qsa.kernels import split_triton
 from qsa.kernels.dense_attention_triton import dense_decode
@@ -46,11 +47,7 @@ def main() -> None:
     capability = int(sys.argv[1])
     split_triton.casts_e4m3 = lambda device: capability >= 89
     compiled = compile_launches(capability)
-    needs = {}
-    for name, case in CASES.items():
-        launch_all(*case)
-        needs.update({f"{kernel} {name}": resources(compiled.pop(kernel)) for kernel in list(compiled)})
-    print(json.dumps(needs))
+    print(json.dumps(compile_cases(compiled, {name: partial(launch_all, *case) for name, case in CASES.items()})))
 
 
 if __name__ == "__main__":

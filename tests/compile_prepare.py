@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from offline_gpu import compile_launches, resources
+from offline_gpu import compile_cases, compile_launches, resources
 
 from qsa.kernels.argmax_triton import greedy_tokens
 from qsa.kernels.decode_prepare_triton import decode_prepare
@@ -46,14 +47,19 @@ def prepare(operator: Callable[..., Any], rows: int, dtype: torch.dtype, kv_dtyp
     )  # fmt: skip
 
 
+def prepare_both(*case: Any) -> None:
+    prepare(decode_prepare, 8, *case)
+    prepare(prefill_prepare, 8192, *case)
+
+
 def main() -> None:
     compiled = compile_launches(int(sys.argv[1]))
-    needs = {}
-    for name, types in TYPES.items():
-        for has_norm in (False, True):
-            prepare(decode_prepare, 8, *types, has_norm)
-            prepare(prefill_prepare, 8192, *types, has_norm)
-            needs.update({f"{kernel} {name} {has_norm}": resources(compiled.pop(kernel)) for kernel in list(compiled)})
+    cases = {
+        f"{name} {has_norm}": partial(prepare_both, *types, has_norm)
+        for name, types in TYPES.items()
+        for has_norm in (False, True)
+    }
+    needs = compile_cases(compiled, cases)
     x = torch.zeros(8, 3584, dtype=torch.bfloat16)
     for num_parts in (1, 8):
         add_rms_norm(x, torch.zeros(num_parts, 8, 3584), x[0], 1e-6)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
-from offline_gpu import compile_launches, resources
+from offline_gpu import compile_cases, compile_launches
 
 from qsa.kernels.block_select_triton import select_decode, select_tiles
 from qsa.kernels.paged_kv import DecodeInputs, PagedKV
@@ -68,21 +69,19 @@ def main() -> None:
         for name, value in (("capability", divmod(capability, 10)), ("num_multiprocessors", 132)):
             if hasattr(module, name):
                 setattr(module, name, lambda device, value=value: value)
-    needs = {}
-    for model, shape in MODELS.items():
-        for summary in ("code", "sketch", "minmax", "mean"):
-            launch_scans(summary, shape)
-            needs.update({f"{kernel} {summary} {model}": resources(compiled.pop(kernel)) for kernel in list(compiled)})
     blocks = dict(top_k_coarse=32, slices_per_block=16, block_pool="lse")
-    for case, heads, slices, options in (
-        ("slices", (28, 4), 4096, {}),
-        ("blocks", (28, 4), 4096, blocks),
-        ("short", (9, 3), 128, {}),
-        ("1M", (28, 4), 16384, {}),
-    ):
-        launch_selections(*heads, slices, **options)
-        needs.update({f"{kernel} {case}": resources(compiled.pop(kernel)) for kernel in list(compiled)})
-    print(json.dumps(needs))
+    cases = {
+        f"{summary} {model}": partial(launch_scans, summary, shape)
+        for model, shape in MODELS.items()
+        for summary in ("code", "sketch", "minmax", "mean")
+    }
+    cases |= {
+        "slices": partial(launch_selections, 28, 4, 4096),
+        "blocks": partial(launch_selections, 28, 4, 4096, **blocks),
+        "short": partial(launch_selections, 9, 3, 128),
+        "1M": partial(launch_selections, 28, 4, 16384),
+    }
+    print(json.dumps(compile_cases(compiled, cases)))
 
 
 if __name__ == "__main__":

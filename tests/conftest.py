@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,7 +15,19 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    import triton_interpreter
+
+    triton_interpreter.speed_up()
+
 pytest_plugins = ["ray_cluster"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """`-m slow` asks for slow tests of cards too."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
 
 
 @pytest.fixture(autouse=True)

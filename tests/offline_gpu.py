@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable, Mapping
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from triton.runtime.jit import JITFunction
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 CUOBJDUMP, PTXAS = TOOLS / "cuobjdump", TOOLS / "ptxas"
+_compiled: dict[str, Any] = {}  # in a child of compile_cases: the last kernel of each name
 
 
 class Architecture:
@@ -67,3 +70,25 @@ def compile_launches(capability: int) -> dict[str, Any]:
 
     JITFunction.run = compile_only
     return compiled
+
+
+def compile_cases(compiled: dict[str, Any], cases: Mapping[str, Callable[[], object]]) -> dict[str, Any]:
+    """Run launches on all cores, each case in a child of this process; what their kernels need, as `kernel case`.
+
+    compiled: of `compile_launches`.
+    """
+    with get_context("fork").Pool(initializer=_in_child, initargs=(compiled,)) as pool:
+        return {name: needs for part in pool.imap(_compile_case, cases.items()) for name, needs in part.items()}
+
+
+def _in_child(compiled: dict[str, Any]) -> None:
+    global _compiled
+    _compiled = compiled
+
+
+def _compile_case(case: tuple[str, Callable[[], object]]) -> dict[str, Any]:
+    name, launch = case
+    launch()
+    needs = {f"{kernel} {name}": resources(_compiled[kernel]) for kernel in _compiled}
+    _compiled.clear()
+    return needs

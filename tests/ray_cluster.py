@@ -13,6 +13,7 @@
 - One process is one kind of driver: a test of the Ray client (`ray_cluster.client_url`) or one that kills its driver
   runs it as a subprocess.
 - Workers import `qsa` and every module of `tests/`; mark the tests `@pytest.mark.ray`.
+- Its folder goes with the run, so the report of a test that fails holds the end of what the cluster logged meanwhile.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +44,9 @@ RAY_ENV = {
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "120",  # a client's server imports ray: 30 s are not enough on a busy machine
+    # gRPC restarts its poller in a forked child, which aborts when Python closes the poller's descriptor before `exec`: of
+    # the servers that Ray forks for its clients, one in some hundred did not live to start (grpc/grpc#43055).
+    "GRPC_ENABLE_FORK_SUPPORT": "0",
 }
 os.environ.update(RAY_ENV)  # ray reads these when it is imported, which a test module may do at its top
 
@@ -55,6 +59,14 @@ class RayCluster:
     dashboard_url: str  # http://..., also the job API's address
     client_url: str  # ray://...
     env: dict[str, str]
+    temp_dir: Path  # Ray's sessions with their logs, until the cluster ends
+
+    def log_tails(self, since: float, chars: int = 3000) -> str:
+        """The end of every error log, and of the client servers' other ones, that grew after `since` (time.time())."""
+        logs = [path for name in ("*.err", "ray_client_server*") for path in self.temp_dir.glob(f"session_2*/logs/{name}")]
+        grown = sorted(path for path in set(logs) if path.stat().st_mtime >= since)
+        texts = {path.name: path.read_text(errors="replace").strip() for path in grown}
+        return "\n".join(f"--- {name}\n{text[-chars:] or '(empty)'}" for name, text in texts.items())
 
 
 def free_ports(count: int) -> list[int]:
@@ -95,7 +107,7 @@ def running_cluster(num_cpus: int = 8) -> Iterator[RayCluster]:
             if head.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the test cluster did not start:\n{log_path.read_text()[-4000:]}")
             time.sleep(0.1)
-        yield RayCluster(f"{HOST}:{gcs}", f"http://{HOST}:{dashboard}", f"ray://{HOST}:{client}", env)
+        yield RayCluster(f"{HOST}:{gcs}", f"http://{HOST}:{dashboard}", f"ray://{HOST}:{client}", env, temp_dir)
     finally:
         head.terminate()  # `ray start --block` ends the processes it started
         try:
@@ -103,6 +115,18 @@ def running_cluster(num_cpus: int = 8) -> Iterator[RayCluster]:
         except subprocess.TimeoutExpired:
             head.kill()
         shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show what the cluster logged during a test that failed."""
+    report = yield
+    cluster = getattr(item, "funcargs", {}).get("ray_cluster")
+    if report.failed and cluster is not None:
+        report.sections.append(("The cluster's logs", cluster.log_tails(since=call.start)))
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -27,11 +29,14 @@ CASES = [  # num_q_heads, num_kv_heads, head_dim, start, end, tile_size, slice_s
     (1, 1, 64, 0, 300, 128, 64, 128, 2),  # first tiles whose window reaches token 0
     (8, 1, 64, 899, 900, 64, 64, 256, 7),  # one query, whose lists hold all there is
 ]
-LOOPS = pytest.mark.parametrize(
-    "how",
-    [dict(slices_per_step=1), dict(slices_per_step=2), dict(use_tma=True)],
-    ids=["plain", "two", "descriptor"],
-)
+WAYS = {"plain": dict(slices_per_step=1), "two": dict(slices_per_step=2), "descriptor": dict(use_tma=True)}
+LOOPS = pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
+LISTS_AND_TYPES = [  # lists per layer, dtype
+    (False, torch.float16),
+    (True, torch.float32),
+    (False, torch.float32),
+    (True, torch.float16),
+]
 
 
 def make_lists(case: tuple[int, ...], per_layer: bool) -> torch.Tensor:
@@ -78,11 +83,17 @@ def expected(
     return sparse_prefill_ref(*args, lists, sm_scale=head_dim**-0.5, **sizes)
 
 
-@LOOPS
+def combinations() -> Iterator[Any]:
+    """Every case in every way of reading, and each way with all lists and types; what remains of the product is slow."""
+    for number, (case, way) in enumerate(product(CASES, WAYS)):
+        for per_layer, dtype in product((False, True), (torch.float16, torch.bfloat16, torch.float32)):
+            is_fast = dtype == torch.bfloat16 or (per_layer, dtype) == LISTS_AND_TYPES[number % 4]
+            name = f"{case}-{'layer' if per_layer else 'kv_head'}-{dtype}-{way}"
+            yield pytest.param(case, per_layer, dtype, WAYS[way], id=name, marks=[] if is_fast else pytest.mark.slow)
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("per_layer", [False, True], ids=["kv_head", "layer"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "per_layer", "dtype", "how"), combinations())
 def test_matches_reference(case, per_layer, dtype, device, how):
     num_q_heads, num_kv_heads, head_dim, start, end = case[:5]
     if "use_tma" in how and head_dim & (head_dim - 1):

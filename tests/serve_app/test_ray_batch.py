@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -75,6 +76,30 @@ def test_from_a_ray_client(ray_cluster, prompts):
     assert "2 of 3 requests answered" in done.stdout, done.stdout + done.stderr
     assert_answered(output)
     assert_nothing_left(ray_cluster)
+
+
+@pytest.mark.parametrize("lost", [2, 3])
+def test_a_client_whose_server_was_lost_connects_again(monkeypatch, capsys, lost):
+    spec = importlib.util.spec_from_file_location("batch_job", ROOT / "examples/batch_job.py")
+    batch_job = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(batch_job)
+    replies = [ConnectionAbortedError("Initialization failure from server:\nTraceback\nRuntimeError: no server")] * lost + [
+        None
+    ]
+
+    def init(address, **_):
+        assert address == "ray://head:10001"
+        if reply := replies.pop(0):
+            raise reply
+
+    monkeypatch.setattr(batch_job.ray, "init", init)
+    if lost < batch_job.CONNECT_ATTEMPTS:
+        batch_job.connect("ray://head:10001")
+    else:
+        with pytest.raises(ConnectionAbortedError, match="no server"):
+            batch_job.connect("ray://head:10001")
+    assert len(replies) == lost + 1 - batch_job.CONNECT_ATTEMPTS
+    assert [line.endswith("RuntimeError: no server") for line in capsys.readouterr().err.splitlines()] == [True, True]
 
 
 def test_an_engine_that_cannot_start_is_one_line(ray_cluster, prompts):
