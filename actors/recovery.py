@@ -39,6 +39,7 @@ class RecoveryLimits:
     Attributes:
         total_s: a whole recovery: `pipeline.start_timeout_s`.
         reset_s: the step that a survivor is in, and what of older plans is queued behind it.
+        link_s:  linking the stages.
         silent_s: no answer to pings from a process that runs; loading_silent_s: from one that loads or warms up, where a
                   library may hold the interpreter for long; starting_s: from one that Ray is starting.
         ask_s:   between two pings of a stage that is waited for.
@@ -47,8 +48,9 @@ class RecoveryLimits:
 
     total_s: float = 600.0
     reset_s: float = 8.0
+    link_s: float = 60.0
     silent_s: float = float(DEAD_TICKS)
-    loading_silent_s: float = 60.0
+    loading_silent_s: float = 30.0
     starting_s: float = 60.0
     ask_s: float = 0.1
     memory_s: float = 10.0
@@ -57,9 +59,9 @@ class RecoveryLimits:
 class _Lost(Exception):
     """A stage's process is gone, or of no use. `has_ended`: it is gone, so nothing needs to be killed."""
 
-    def __init__(self, reason: str, *, has_ended: bool) -> None:
+    def __init__(self, stage: int, reason: str, *, has_ended: bool) -> None:
         super().__init__(reason)
-        self.has_ended = has_ended
+        self.stage, self.has_ended = stage, has_ended
 
 
 class Recovery:
@@ -154,10 +156,14 @@ class Recovery:
                 await self._guard_all(self._link())
                 return
             except Exception as error:
-                logger.warning("the stages could not be linked: %s", describe(error))
-                # that a stage has died in the meantime shows at the next round; a link that fails twice needs new processes
-                useless = set(range(len(self._stages))) if round_ and not is_actor_death(error) else set()
                 reason = describe(error)
+                logger.warning("the stages could not be linked: %s", reason)
+                if isinstance(error, _Lost) and not error.has_ended:
+                    useless = {error.stage}
+                elif isinstance(error, _Lost) or is_actor_death(error):  # who has died shows at the next round
+                    useless = set()
+                else:  # nobody has died: a link that fails twice needs new processes
+                    useless = set(range(len(self._stages))) if round_ else set()
         raise EngineDeadError(f"{trouble.reason}, and the stages could not be linked again: {reason}")
 
     # one stage
@@ -213,15 +219,16 @@ class Recovery:
         finally:
             for answer in asked:
                 answer.cancel()
-        raise _Lost(f"has not answered for {limit_s:g} s", has_ended=False)
+        raise _Lost(stage, f"has not answered for {limit_s:g} s", has_ended=False)
 
     async def _load(self, stage: int) -> None:
         began = time.monotonic()
         self._note(stage, "loading")
         deadline = began + self._limits.memory_s
+        handle, silent_s = self._stages[stage], self._limits.loading_silent_s
         while True:
             try:
-                await self._guard(stage, self._stages[stage].load.remote(*self.loads[stage]), None)
+                await self._guard(stage, handle.load.remote(*self.loads[stage]), None, silent_s)
                 break
             except BudgetError as error:  # perhaps the dead process's memory is still being taken back
                 if time.monotonic() > deadline:
@@ -232,7 +239,7 @@ class Recovery:
         loaded = time.monotonic()
         self._note(stage, "warming up")
         try:
-            await self._guard(stage, self._stages[stage].warm_up.remote(), None)
+            await self._guard(stage, handle.warm_up.remote(), None, silent_s)
         except QSAError as error:
             raise EngineDeadError(f"stage {stage} could not be warmed up again: {error}") from None
         logger.warning(
@@ -245,22 +252,21 @@ class Recovery:
         handle = self._stages[stage]
         abandon = _future(handle.abandon.options(**CONTROL).remote(epoch))
         try:
-            await self._guard(stage, handle.reset.remote(epoch), limit_s)
+            await self._guard(stage, handle.reset.remote(epoch), limit_s, self._limits.silent_s)
         except QSAError as error:
-            raise _Lost(f"cannot give up what it holds: {error}", has_ended=False) from None
+            raise _Lost(stage, f"cannot give up what it holds: {error}", has_ended=False) from None
         finally:
             abandon.cancel()
 
-    async def _guard(self, stage: int, call: Awaitable[Any], limit_s: float | None) -> Any:
+    async def _guard(self, stage: int, call: Awaitable[Any], limit_s: float | None, silent_s: float) -> Any:
         """The result of a call in the stage's step queue, as long as the stage answers pings beside it.
 
         Raises:
             QSAError: the call's own.
-            _Lost:    the process is gone, silent, or not done after `limit_s`, or raised what was not foreseen.
+            _Lost:    the process is gone, silent for `silent_s`, or not done after `limit_s`, or raised what was not foreseen.
         """
         limits, handle = self._limits, self._stages[stage]
         tick_s = 10 * limits.ask_s
-        silent_s = limits.silent_s if limit_s is not None else limits.loading_silent_s
         result, ping = _future(call), _future(handle.ping.options(**CONTROL).remote())
         waited_s = missed_s = 0.0
         try:
@@ -271,7 +277,7 @@ class Recovery:
                 waited_s += tick_s
                 if ping.done() and ping.exception() is None:
                     if ping.result().process != self._processes.get(stage):
-                        raise _Lost("has died", has_ended=True)
+                        raise _Lost(stage, "has died", has_ended=True)
                     missed_s, ping = 0.0, _future(handle.ping.options(**CONTROL).remote())
                 elif ping.done():
                     result.cancel()
@@ -279,26 +285,33 @@ class Recovery:
                 else:
                     missed_s += tick_s
                 if missed_s >= silent_s:
-                    raise _Lost(f"has not answered for {missed_s:g} s", has_ended=False)
+                    raise _Lost(stage, f"has not answered for {missed_s:g} s", has_ended=False)
                 if limit_s is not None and waited_s >= limit_s:
-                    raise _Lost(f"was still {self._doing.get(stage)} after {waited_s:g} s", has_ended=False)
+                    raise _Lost(stage, f"was still {self._doing.get(stage)} after {waited_s:g} s", has_ended=False)
         except _Lost:
             raise
         except Exception as error:
             cause = original_error(error)
             if isinstance(cause, QSAError):
                 raise cause from None
-            raise _Lost(describe(error), has_ended=is_actor_death(error)) from None
+            raise _Lost(stage, describe(error), has_ended=is_actor_death(error)) from None
         finally:
             result.cancel()
             ping.cancel()
 
     async def _guard_all(self, work: Awaitable[Any]) -> None:
-        """Link the stages, as long as all of them answer."""
-        linking = asyncio.ensure_future(work)
-        guards = [asyncio.ensure_future(self._guard(stage, linking, None)) for stage in range(len(self._stages))]
+        """Link the stages, as long as all of them answer; raises what that raises, and _Lost, and TimeoutError."""
+        linking, limits = asyncio.ensure_future(work), self._limits
+
+        async def end() -> None:
+            await asyncio.wait({linking})
+
+        stages = range(len(self._stages))
+        guards = [asyncio.ensure_future(self._guard(stage, end(), None, limits.silent_s)) for stage in stages]
         try:
-            await asyncio.gather(*guards)
+            async with asyncio.timeout(limits.link_s):
+                await asyncio.gather(*guards)
+            linking.result()
         finally:
             for guard in guards:
                 guard.cancel()

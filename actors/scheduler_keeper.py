@@ -17,7 +17,8 @@ from qsa.actors.ray_errors import engine_error, is_actor_death, is_lost
 from qsa.actors.telemetry import SchedulerPing
 from qsa.errors import QSAError
 
-MAX_LOSSES = 5  # in a row, without a minute of work in between
+MAX_LOSSES = 5  # in a row, each less than WORKS_S after it was brought back
+WORKS_S = 10.0
 EPOCHS = 1_000_000  # far more than a scheduler's process begins: those of its successor are newer
 
 logger = logging.getLogger(__name__)
@@ -158,7 +159,7 @@ class SchedulerKeeper:
     def _bring_back(self, trouble: str) -> None:
         """Raises what makes it impossible."""
         began = time.monotonic()
-        self._num_losses = 1 if began - self._came_back_at > 60 else self._num_losses + 1
+        self._num_losses = 1 if began - self._came_back_at > WORKS_S else self._num_losses + 1
         self.reason = f"recovering: {trouble}"
         logger.warning("%s; open requests end, and it is started again", trouble)
         self._events.on_lost(trouble)

@@ -19,9 +19,7 @@ from qsa.actors.recovery import MAX_RECOVERIES, Recovery, RecoveryLimits
 from qsa.actors.watchdog import Trouble
 from qsa.errors import BudgetError, CheckpointError, EngineDeadError
 
-LIMITS = RecoveryLimits(
-    total_s=3, reset_s=0.1, silent_s=0.1, loading_silent_s=0.15, starting_s=0.5, ask_s=0.005, memory_s=0.05
-)
+LIMITS = RecoveryLimits(total_s=3, reset_s=0.1, silent_s=0.1, loading_silent_s=0.15, starting_s=0.5, ask_s=0.005, memory_s=0.05)
 DIED = Trouble("died", 1, "stage 1 has died")
 SILENT = Trouble("silent", 1, "stage 1 has not answered for 6 s")
 
@@ -190,6 +188,26 @@ def test_a_death_while_the_stages_are_linked_makes_another_round(run):
         assert h.stages[0].epoch == 8, "a new epoch every round"
 
     run(scenario)
+
+
+def test_a_stage_that_freezes_while_the_stages_are_linked(run):
+    async def scenario(h):
+        def once():
+            h.on_link = lambda: None
+            h.stages[0].frozen = True
+
+        link = h.link
+
+        async def link_and_wait():
+            await link()
+            await h.stages[0].open_link.remote()
+
+        h.on_link = once
+        h.recovery._link = link_and_wait
+        await h.recover()
+        h.check({0}, num_links=2)
+
+    run(scenario, loading_silent_s=10)
 
 
 def test_a_link_that_fails_without_a_death_gets_new_processes_in_the_end(run):
