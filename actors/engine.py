@@ -290,7 +290,7 @@ class Engine:
         reason = "the engine is closed" if self._is_closed else self._poller.dead_reason
         if reason is not None:
             return Health(False, reason, float("inf"), is_dead=True)
-        reason = self._keeper.reason
+        reason = self._keeper.reason or self._poller.lost_reason
         if reason is None:
             try:
                 async with asyncio.timeout(HEALTH_S):

@@ -49,6 +49,12 @@ class OutputPoller:
         """Why no output will come any more; None while all is well, or may become well again."""
         return self._dead
 
+    @property
+    def lost_reason(self) -> str | None:
+        """Why no request is taken now; None while all is well."""
+        lost = self._lost
+        return None if lost is None else f"recovering: {lost}"
+
     def open(self, request_id: str) -> asyncio.Queue[Item]:
         """A queue in the running event loop for the request's outputs. Open it before the request is sent.
 
@@ -61,7 +67,7 @@ class OutputPoller:
             if self._dead is not None:
                 raise EngineDeadError(self._dead)
             if self._lost is not None:
-                raise EngineRecoveringError(f"recovering: {self._lost}")
+                raise EngineRecoveringError(self.lost_reason)
             assert request_id not in self._mailboxes, f"request id {request_id} is in use"
             self._mailboxes[request_id] = mailbox
             if self._thread is None:
