@@ -24,6 +24,11 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(original_error(error), (RayError, TimeoutError))
 
 
+def is_card_fault(message: str) -> bool:
+    """Whether a step failed because of a fault after which its process cannot use the card any more. Full memory is none."""
+    return "CUDA error" in message
+
+
 def engine_error(error: BaseException, who: str) -> QSAError:
     """The error to raise to a caller for a failed call to `who`, without Ray's traceback blob."""
     cause = original_error(error)

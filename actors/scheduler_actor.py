@@ -20,7 +20,7 @@ from qsa.actors.first_steps import first_steps
 from qsa.actors.links import Link, Linker
 from qsa.actors.pipeline import CONTROL, Pipeline
 from qsa.actors.process import ProcessId, this_process
-from qsa.actors.ray_errors import describe, is_actor_death, original_error
+from qsa.actors.ray_errors import describe, is_actor_death, is_card_fault, original_error
 from qsa.actors.recovery import Recovery, RecoveryLimits
 from qsa.actors.request_checks import check_request
 from qsa.actors.telemetry import EngineStats, Health, SchedulerPing, StageStats
@@ -184,9 +184,6 @@ class SchedulerActor:
             await self._pipeline.step(plan)
             self._watchdog.learn(time.monotonic() - began)
         self._pipeline.release(0, (0,))
-        await self._reset_stages()
-
-    async def _reset_stages(self) -> None:
         await self._ask_stages("reset_stats")
 
     async def _ask_stages(self, method: str) -> list[Any]:
@@ -203,7 +200,7 @@ class SchedulerActor:
         fresh = self._new_scheduler()
         fresh.epoch = scheduler.epoch + 1
         self._scheduler = fresh
-        await self._reset_stages()
+        await self._ask_stages("reset_stats")
         self._began_at = time.monotonic()
 
     # requests
@@ -318,7 +315,12 @@ class SchedulerActor:
     def on_results(self, results: Sequence[StepResult]) -> None:
         """Results of a chunk, or of steps of the burst under way."""
         self._watchdog.beat()
-        self._recovery.completed_step()
+        faults = [result.error for result in results if result.error is not None and is_card_fault(result.error)]
+        if faults:
+            self._on_trouble(Trouble("broken", None, f"a stage's card has met a fault: {faults[0]}"))
+            return
+        if any(result.error is None for result in results):
+            self._recovery.completed_step()
         self._note(lambda scheduler: [output for result in results for output in scheduler.apply(result)])
 
     def on_burst_end(self, end: BurstEnd) -> None:
@@ -336,6 +338,9 @@ class SchedulerActor:
             return
         if isinstance(plan, BurstPlan) or isinstance(cause, TransportClosed):
             self._on_trouble(Trouble("stalled", None, f"the stages have lost each other ({describe(error)})"))
+            return
+        if is_card_fault(str(cause)):
+            self._on_trouble(Trouble("broken", None, f"a stage's card has met a fault: {describe(error)}"))
             return
         logger.error("step %d failed: %s", plan.step, error)
         message = f"the model failed in this step: {describe(error)}"

@@ -144,6 +144,7 @@ class StageActor:
         """Close every slot and let go of the link; plans of older epochs are dropped from now on."""
         self._epoch = epoch
         steps = self._loaded()
+        steps.settle()
         steps.unlink()
         steps.release(range(self._spec.max_sequences))
 

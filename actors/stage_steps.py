@@ -200,6 +200,11 @@ class StageSteps:
             if s.slot in request_ids
         )
 
+    def settle(self) -> None:
+        """Wait for the card. One that has met a fault raises here and in all that follows, until its process ends."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def release(self, slots: Sequence[int]) -> None:
         """Give slots back; those that are not open are left alone."""
         for slot in slots:

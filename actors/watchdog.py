@@ -30,7 +30,7 @@ class Trouble:
 
     Attributes:
         kind:   died: its process is gone; silent: it does not answer; stuck: it answers, but a step of it does not end;
-                stalled: plans are under way and nobody computes; broken: a stage raised what only a new process mends.
+                stalled: plans are under way and nobody computes; broken: a card has met a fault that only a new process mends.
         stage:  whose trouble it is; None: it is not known, or nobody's alone.
         reason: in words.
     """

@@ -58,6 +58,16 @@ class MortalStage(LocalStage):
         """As SIGSTOP: nobody hears of it any more."""
         self._is_frozen = True
 
+    def break_card(self) -> None:
+        """As a card that has met a fault: it raises whatever it is asked for, until there is a new process."""
+
+        def fault(*_: Any) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        steps = self.actor._steps
+        assert steps is not None
+        steps.compute = steps.settle = fault
+
     def _give_up_threads(self) -> None:
         self.actor.abandon(1 << 30)
         for pool in (self._steps, *self._groups.values()):

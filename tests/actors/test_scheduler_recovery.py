@@ -98,7 +98,7 @@ def run(monkeypatch):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("how", ["die", "freeze"])
+@pytest.mark.parametrize("how", ["die", "freeze", "break_card"])
 def test_a_stream_goes_on_with_the_same_text(run, victim, how):
     async def scenario(h):
         prompts = {"a": [7] * 200, "b": [DRAG], "c": [9] * 3}
