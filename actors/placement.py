@@ -16,7 +16,8 @@ from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from qsa.actors.scheduler_actor import SchedulerActor, SchedulerSpec
+from qsa.actors.scheduler_actor import SchedulerActor
+from qsa.actors.scheduler_spec import SchedulerSpec
 from qsa.actors.stage import StageActor
 from qsa.actors.stage_spec import StageSpec
 from qsa.actors.stage_steps import ModelBuilder

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,50 +22,18 @@ from qsa.actors.process import ProcessId, this_process
 from qsa.actors.ray_errors import describe, is_actor_death, is_card_fault, original_error
 from qsa.actors.recovery import Recovery, RecoveryLimits
 from qsa.actors.request_checks import check_request
+from qsa.actors.scheduler_spec import SchedulerSpec
 from qsa.actors.telemetry import EngineStats, Health, SchedulerPing, StageStats
 from qsa.actors.transport import TransportClosed
-from qsa.actors.watchdog import STUCK_S, TICK_S, Trouble, Watchdog
+from qsa.actors.watchdog import Trouble, Watchdog
 from qsa.errors import EngineDeadError, EngineRecoveringError, StageLostError
-from qsa.kernels.registry import SparseConfig
 from qsa.scheduler.growth import StageCapacity
 from qsa.scheduler.plan import BurstEnd, BurstPlan, StepPlan, StepResult
 from qsa.scheduler.request import Request, RequestOutput, SamplingParams
 from qsa.scheduler.scheduler import Scheduler
 
-LEASE_S = 30.0  # a client that has not polled for so long is gone, and its requests are aborted
 STATS_TIMEOUT_S = 2.0
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SchedulerSpec:
-    """The settings of a SchedulerActor; plain values. Names as in `Scheduler`.
-
-    Attributes:
-        vocab_size: token ids of a request must be below it.
-        transport:  `pipeline.transport`; device: where the stages compute.
-        lease_s:    a client that has not polled for so long is gone.
-        tick_s:     of the watchdog; stuck_s: no step hangs before; start_timeout_s: nor does a recovery that takes less fail.
-    """
-
-    max_sequences: int
-    max_waiting: int
-    max_model_len: int
-    prefill_chunk: int
-    growth_horizon: int
-    eos_token_ids: tuple[int, ...]
-    lanes: int
-    sparse: dict[int, SparseConfig]
-    vocab_size: int
-    default_sparse_id: int
-    busy_chunk: int | None = None
-    burst_steps: int = 32
-    transport: str = "auto"
-    device: str = "cpu"
-    lease_s: float = LEASE_S
-    tick_s: float = TICK_S
-    stuck_s: float = STUCK_S
-    start_timeout_s: float = 600.0
 
 
 class SchedulerActor:

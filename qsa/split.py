@@ -19,6 +19,7 @@ from qsa.model.spec import ModelSpec
 
 HEAD_SHARE = 0.5  # the head counts like this share of its weights in layers: it runs for sampled rows only
 SLACK = 0.03  # a split stays as estimated while the best one's slowest stage is no more than this faster
+MAX_HEAD = 2.1  # times what its size says; a sampler and attention can explain less, a busy machine measures anything
 MAX_SPREAD = 0.25  # times whose two halves differ by more are not believed
 
 
@@ -100,7 +101,7 @@ def plan_split(spec: ModelSpec, config: EngineConfig, times: LayerTimes | None =
         )
     head_layers = head_cost_layers(spec)
     estimate = split_by_time(num_layers, num_stages, 1.0, 0.0, head_layers)
-    problem = None if times is None else why_not(times, num_layers)
+    problem = None if times is None else why_not(times, num_layers, head_layers)
     remark = f"measured times were not used: {problem}" if problem else ""
     times = None if problem else times
     if given is not None:
@@ -123,8 +124,8 @@ def lane_batch(config: EngineConfig) -> int:
     return -(-config.limits.max_sequences // num_lanes(config))
 
 
-def why_not(times: LayerTimes, num_layers: int) -> str | None:
-    """What is wrong with measured times; None when they can be used."""
+def why_not(times: LayerTimes, num_layers: int, head_layers: float) -> str | None:
+    """What is wrong with measured times; None when they can be used. `head_layers`: the head's time in layers, by sizes."""
     if len(times.layer_ms) != num_layers:
         return f"they are of {len(times.layer_ms)} layers, not {num_layers}"
     numbers = (*times.layer_ms, times.head_ms, times.first_ms, times.step_ms, times.spread)
@@ -132,6 +133,9 @@ def why_not(times: LayerTimes, num_layers: int) -> str | None:
         return f"they are absurd ({times})"
     if times.spread > MAX_SPREAD:
         return f"repeated, they differ by {times.spread:.0%}"
+    measured = times.head_ms * num_layers / sum(times.layer_ms)
+    if measured > MAX_HEAD * max(1.0, head_layers):
+        return f"the head would take as long as {measured:.1f} layers, where its size says {head_layers:.1f}"
     return None
 
 

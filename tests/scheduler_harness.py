@@ -8,7 +8,8 @@ import time
 import numpy as np
 from scripted_stage import VOCAB_SIZE, LocalStage
 
-from qsa.actors.scheduler_actor import SchedulerActor, SchedulerSpec
+from qsa.actors.scheduler_actor import SchedulerActor
+from qsa.actors.scheduler_spec import SchedulerSpec
 from qsa.actors.stage_spec import StageSpec
 from qsa.errors import EngineDeadError
 from qsa.kernels.registry import SparseConfig

@@ -53,7 +53,9 @@ class StandInStage:
         """End the process; after `start_s` there is another one."""
         if self._starting is None:
             self._died.set_result(None)
-            self._starting = asyncio.ensure_future(self._start_again()) if comes_back else asyncio.ensure_future(asyncio.sleep(0))
+            self._starting = (
+                asyncio.ensure_future(self._start_again()) if comes_back else asyncio.ensure_future(asyncio.sleep(0))
+            )
 
     async def _start_again(self) -> None:
         await asyncio.sleep(self.start_s)

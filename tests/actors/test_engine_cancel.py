@@ -34,7 +34,7 @@ def make_engine(submit: Method, abort: Method) -> Engine:
     engine = Engine(
         EngineConfig(),
         checkpoint,
-        SimpleNamespace(max_model_len=100, longest_sequence=100),
+        SimpleNamespace(max_model_len=100, longest_sequence=100, split=None),
         EngineActors(scheduler, [], None),
         "test/1",
     )

@@ -55,11 +55,11 @@ def test_memory_on_cards_is_planned_when_they_are_known(checkpoint):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_measured_times_decide_on_the_layers(checkpoint, device):
     config = make_config({"pipeline": {"device": device}})
-    times = LayerTimes((1.0,) * 30, head_ms=10.0, first_ms=0.0, batch=4, context=4096, device=device)
+    times = LayerTimes((1.0,) * 30, head_ms=8.0, first_ms=0.0, batch=4, context=4096, device=device)
     where = dict(cards=cards(20 * GIB, 20 * GIB)) if device == "cuda" else dict(available=[16 * GIB])
     plan = plan_engine(config, checkpoint, times=times, **where)
-    assert [(stage.first_layer, stage.last_layer) for stage in plan.stages] == [(0, 20), (20, 30)]
-    assert plan.memory is not None and "20 + 10, by measured times" in plan.memory.table()
+    assert [(stage.first_layer, stage.last_layer) for stage in plan.stages] == [(0, 19), (19, 30)]
+    assert plan.memory is not None and "19 + 11, by measured times" in plan.memory.table()
     assert [stage.num_chunks for stage in plan.stages] == [part.num_chunks for part in plan.memory.stages]
 
 

@@ -13,7 +13,8 @@ from scripted_stage import CRAWL, CRAWL_S, DRAG, VOCAB_SIZE, expected_tokens
 
 from qsa.actors import recovery as recovery_module
 from qsa.actors.recovery import RecoveryLimits
-from qsa.actors.scheduler_actor import SchedulerActor, SchedulerSpec
+from qsa.actors.scheduler_actor import SchedulerActor
+from qsa.actors.scheduler_spec import SchedulerSpec
 from qsa.actors.stage_spec import StageSpec
 from qsa.errors import EngineDeadError, EngineRecoveringError
 from qsa.scheduler.request import FinishReason
