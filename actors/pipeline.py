@@ -68,8 +68,7 @@ class Pipeline:
 
     def release(self, epoch: int, slots: tuple[int, ...]) -> None:
         """Let every stage give slots back before the plans that are sent from now on."""
-        for stage in self._stages:
-            stage.release.remote(epoch, slots)
+        self._start(_wait_for_all([stage.release.remote(epoch, slots) for stage in self._stages]))
 
     def send_chunk(self, plan: StepPlan) -> None:
         """Send a chunk to all stages; during a burst to the first one only, behind the burst."""
@@ -179,6 +178,11 @@ class Pipeline:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def _wait_for_all(calls: Sequence[Awaitable[Any]]) -> None:
+    """Until they are done; one that fails met a stage that is lost, which others notice."""
+    await asyncio.gather(*map(_answer, calls), return_exceptions=True)
 
 
 async def _answer(reference: Awaitable[Any]) -> Any:

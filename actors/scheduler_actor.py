@@ -151,6 +151,8 @@ class SchedulerActor:
             await self._pipeline.step(plan)
             self._watchdog.learn(time.monotonic() - began)
         self._pipeline.release(0, (0,))
+        while not self._pipeline.is_quiet:
+            await asyncio.sleep(0.002)
         await self._ask_stages("reset_stats")
 
     async def _ask_stages(self, method: str) -> list[Any]:

@@ -71,7 +71,14 @@ class Harness:
             assert time.monotonic() < deadline, f"it did not happen; ends: {self.ends}"
             await asyncio.sleep(0.005)
 
-    async def all_free(self):
+    async def all_free(self, timeout_s=2.0):
+        """Whether everything has been given back, which follows a request's end within a moment."""
+        deadline = time.monotonic() + timeout_s
+        while not (is_free := await self._is_free()) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        return is_free
+
+    async def _is_free(self):
         stats = await self.actor.stats()
         c = stats.scheduler
         return (c.num_waiting, c.num_running, c.num_in_flight, c.num_slots, sum(c.held_chunks)) == (0,) * 5 and all(

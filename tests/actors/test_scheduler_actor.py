@@ -33,7 +33,6 @@ def test_many_requests_each_get_their_own_tokens_and_nothing_stays(num_stages):
         await h.until(lambda: len(h.ends) == len(prompts))
         assert h.tokens == {name: expected_tokens(prompt, 9) for name, prompt in prompts.items()}
         assert set(h.ends.values()) == {(FinishReason.LENGTH, None)}
-        await asyncio.sleep(0.05)
         assert await h.all_free()
         assert not h.actor._desk.num_open and h.actor._pipeline.is_quiet
 
@@ -163,7 +162,6 @@ def test_nan_ends_its_own_request_only():
         await h.until(lambda: len(h.ends) == 3)
         assert h.ends["bad"][0] is FinishReason.ERROR and h.ends["bad"][1]
         assert h.tokens["before"] == expected_tokens([61], 40) and h.tokens["after"] == expected_tokens([63], 40)
-        await asyncio.sleep(0.05)
         assert await h.all_free()
 
     run(scenario)
@@ -179,7 +177,6 @@ def test_a_step_that_raises_ends_its_requests_and_the_next_ones_work(trouble):
         await h.submit("good", [71] * 130, max_tokens=4)
         await h.until(lambda: "good" in h.ends)
         assert h.tokens["good"] == expected_tokens([71] * 130, 4)
-        await asyncio.sleep(0.05)
         assert await h.all_free() and (await h.actor.health()).ok
 
     run(scenario)
@@ -230,10 +227,8 @@ def test_requests_of_a_client_that_stopped_polling_are_aborted():
         await h.submit("kept", [92], max_tokens=400)
         await asyncio.sleep(1.0)
         assert await h.actor.poll("gone")  # it has come back in time: nothing happens
-        await h.until(lambda: h.actor._desk.num_open == 1, timeout_s=4)
-        await h.until(lambda: "kept" in h.ends)
+        await h.until(lambda: "kept" in h.ends and h.actor._desk.num_open == 0)
         assert h.ends["kept"][0] is FinishReason.LENGTH and (await h.actor.stats()).scheduler.aborted == 1
-        await asyncio.sleep(0.05)
         assert await h.all_free()
 
     run(scenario, lease_s=1.2)
