@@ -402,7 +402,13 @@ def test_an_interrupted_server_stops_in_order():
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "qsa.cli", "serve", "--stages", "1", "--port", str(port)]
     child = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ}
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a run in the background ignores it
     )
     started: set[int] = set()
     lines = []
