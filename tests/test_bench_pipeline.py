@@ -125,7 +125,7 @@ def test_a_trace_is_for_the_pipeline(capsys):
 def test_stages_of_an_engine_tell_what_they_did(ray_driver, monkeypatch):
     monkeypatch.setattr(bench_pipeline, "QUIET_S", 0.05)
     with Engine.start(scripted_config(cache={"device_bytes": 1 << 30}), name="test/traced", build=build_scripted) as engine:
-        found = asyncio.run(bench_pipeline.measure(engine, 500, 3, 40, None))
+        found = asyncio.run(bench_pipeline.measure(engine, 500, 3, 400, None))
 
     assert [name for name, _ in found.phases] == ["prefill", "decode", "both"]
     assert len(found.stages) == 2
