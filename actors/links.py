@@ -19,14 +19,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Link:
-    """How the stages are linked. `reason`: why so, for the log. `forward_options`: of calls whose result another stage gets."""
+    """How the stages are linked.
+
+    Attributes:
+        reason:          why so, for the log.
+        forward_options: of calls whose result another stage gets.
+        carriers:        what p2p carries hidden states by: sockets, gloo, nccl; several where stages differ.
+    """
 
     name: str
     reason: str
     forward_options: dict[str, Any]
+    carriers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"hidden states travel by {self.name}: {self.reason}"
+        over = f" over {' and '.join(self.carriers)}" if self.carriers else ""
+        return f"hidden states travel by {self.name}{over}: {self.reason}"
 
 
 class Linker:
@@ -59,7 +67,7 @@ class Linker:
         stages = self._stages
         addresses = await _all(stage.open_link.remote(self._number, name, self._secret) for stage in stages)
         following, firsts = [*stages[1:], None], [None, *(stages[0] for _ in stages[1:])]
-        await _all(
+        carriers = await _all(
             stage.connect.remote(addresses, after, first, CONNECT_S)
             for stage, after, first in zip(stages, following, firsts, strict=True)
         )
@@ -69,7 +77,7 @@ class Linker:
 
             await asyncio.to_thread(create_rdt_group, stages, self._device)
             options = forward_options(name, self._device)
-        return Link(name, reason, options)
+        return Link(name, reason, options, tuple(sorted(set().union(*carriers))))
 
 
 async def _all(calls: Any) -> list[Any]:

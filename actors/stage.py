@@ -126,13 +126,18 @@ class StageActor:
         """
         return self._loaded().link(link, name, secret, self.host())
 
-    def connect(self, addresses: list[str], next_stage: Any, first_stage: Any, timeout_s: float) -> None:
+    def connect(self, addresses: list[str], next_stage: Any, first_stage: Any, timeout_s: float) -> tuple[str, ...]:
         """Join the links that every stage has opened.
+
+        Returns:
+            What carries hidden states, where the transport has a choice.
 
         Raises:
             QSAError: another stage cannot be reached.
         """
-        self._loaded().linked.connect(addresses, next_stage, first_stage, timeout_s)
+        transport = self._loaded().linked
+        transport.connect(addresses, next_stage, first_stage, timeout_s)
+        return transport.wires
 
     def deliver(self, link: int, kind: str, header: bytes, packed: Any) -> bool:
         """Take what another stage's transport sends by a call; concurrency group `link`. False: it belongs to another link."""

@@ -120,6 +120,7 @@ class Transport(Protocol):
     """
 
     name: str
+    wires: tuple[str, ...]  # what carries hidden states from the stage before and to the next one, where there is a choice
 
     @property
     def stats(self) -> TransportStats: ...

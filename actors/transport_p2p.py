@@ -57,7 +57,7 @@ class P2PTransport:
         self._closing = threading.Lock()
         self._closed: str | None = None
         self._stats = TransportStats()
-        self.wires: tuple[str, ...] = ()  # what carries hidden states from the stage before and to the next one
+        self.wires: tuple[str, ...] = ()
 
     def address(self) -> str:
         return self._listener.address

@@ -72,7 +72,9 @@ def create_rdt_group(stages: Sequence[Any], device: str) -> None:
     # loaded only where it is used
     from ray.experimental import collective  # noqa: PLC0415
 
+    _keep_actors_after_failures(backend)
     for stage in stages:
+        stage._ray_enable_tensor_transport = True  # of their class; Ray 2.60 forgets it in a handle that was found by name
         for group in collective.get_collective_groups([stage], backend):
             with contextlib.suppress(Exception):  # whatever Ray has to say about members that are gone
                 collective.destroy_collective_group(group)
@@ -84,6 +86,15 @@ def create_rdt_group(stages: Sequence[Any], device: str) -> None:
             f"pipeline.transport is rdt, but Ray could not make a {backend} group of the stages:"
             f" {str(error).strip().splitlines()[-1]}; set pipeline.transport to p2p or object_store"
         ) from None
+
+
+def _keep_actors_after_failures(backend: str) -> None:
+    """In the process that makes the calls: when a transfer fails, Ray ends both actors for good, as transports that it
+    cannot abort have no other way out. Here the recovery ends what hangs, so Ray is told that it can."""
+    from ray.experimental.rdt.util import get_tensor_transport_manager  # noqa: PLC0415
+
+    manager: Any = get_tensor_transport_manager(backend.upper())
+    manager.can_abort_transport = lambda: True
 
 
 def _forget_global_group(actor: Any) -> None:

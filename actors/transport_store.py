@@ -96,6 +96,7 @@ class ObjectStoreTransport:
     """
 
     name = "object_store"
+    wires: tuple[str, ...] = ()
 
     def __init__(self, spec: TransportSpec) -> None:
         self._spec = spec

@@ -71,7 +71,7 @@ class BenchStage:
     def connect(self, addresses: Sequence[str], following: Any, first: Any) -> str:
         """Returns what carries the hidden states."""
         self._transport.connect(addresses, following, first, 60.0)
-        return next(iter(getattr(self._transport, "wires", ())), "Ray")
+        return next(iter(self._transport.wires), "Ray")
 
     def drive(self, num_steps: int, lanes: int) -> list[float]:
         """Seconds from one step's answer to the next one's, with a step of each lane under way."""
