@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from qsa.errors import EngineDeadError, QSAError
 
@@ -17,6 +17,11 @@ def original_error(error: BaseException) -> BaseException:
 def is_actor_death(error: BaseException) -> bool:
     """Whether a call failed because its actor, or one whose result it waited for, is gone."""
     return isinstance(original_error(error), RayActorError)
+
+
+def is_final_death(error: BaseException) -> bool:
+    """Whether its actor is gone and Ray will not start it again: somebody has ended it with `ray.kill`."""
+    return isinstance(original_error(error), ActorDiedError)
 
 
 def is_lost(error: BaseException) -> bool:

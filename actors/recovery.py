@@ -19,7 +19,7 @@ from typing import Any
 import ray
 
 from qsa.actors.process import ProcessId, end_process
-from qsa.actors.ray_errors import describe, is_actor_death, original_error
+from qsa.actors.ray_errors import describe, is_actor_death, is_final_death, original_error
 from qsa.actors.telemetry import StagePing
 from qsa.actors.watchdog import DEAD_TICKS, Trouble
 from qsa.errors import BudgetError, EngineDeadError, QSAError
@@ -210,6 +210,8 @@ class Recovery:
                     error = answer.exception()
                     if error is None and answer.result().process != ended:
                         return answer.result()
+                    if error is not None and is_final_death(error):
+                        raise EngineDeadError(f"stage {stage} was ended for good, so Ray does not start it again")
                     if error is not None and is_actor_death(error) and limit_s < limits.starting_s:
                         self._note(stage, "being started")
                         limit_s = limits.starting_s

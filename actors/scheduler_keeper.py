@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import ray
 
 from qsa.actors.process import ProcessId, end_process
-from qsa.actors.ray_errors import engine_error, is_actor_death, is_lost
+from qsa.actors.ray_errors import engine_error, is_actor_death, is_final_death, is_lost
 from qsa.actors.telemetry import SchedulerPing
-from qsa.errors import QSAError
+from qsa.errors import EngineDeadError, QSAError
 
 MAX_LOSSES = 5  # in a row, each less than WORKS_S after it was brought back
 WORKS_S = 10.0
@@ -187,7 +187,11 @@ class SchedulerKeeper:
         logger.warning("the scheduler is back after %.1f s", time.monotonic() - began)
 
     def _wait_for_successor(self, began: float) -> SchedulerPing | None:
-        """The answer of a process that has not begun; None when there is none in time."""
+        """The answer of a process that has not begun; None when there is none in time.
+
+        Raises:
+            EngineDeadError: there will be none.
+        """
         while time.monotonic() - began < self._start_timeout_s and not self._is_closed:
             try:
                 ping = self._scheduler.ping(self._tick_s)
@@ -195,6 +199,8 @@ class SchedulerKeeper:
                     return ping
                 self._scheduler.end(ping.process)  # it lives, but calls to it have been lost
             except Exception as error:
+                if is_final_death(error):
+                    raise EngineDeadError("the scheduler was ended for good, so Ray does not start it again") from None
                 logger.debug("the scheduler is being started: %s", error)
             time.sleep(self._tick_s / 10)
         return None

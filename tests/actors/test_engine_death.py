@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import ray
 from engine_helpers import (
     actor_pid,
     collect,
@@ -26,6 +27,7 @@ from engine_helpers import (
 from scripted_stage import DRAG, EXIT, FUSE, FUSE_LENGTH, HANG, SLOW, build_scripted, expected_tokens
 
 from qsa.actors.engine import Engine
+from qsa.actors.placement import NAMESPACE
 from qsa.errors import EngineDeadError, EngineRecoveringError
 from qsa.scheduler.request import FinishReason
 
@@ -166,6 +168,23 @@ def test_a_step_that_never_ends(engine):
         await until_free(engine)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("victim", ["stage1", "scheduler"])
+def test_an_actor_that_ray_does_not_start_again_ends_the_engine_at_once(victim, ray_driver):
+    async def scenario(engine):
+        requests = open_requests(engine)
+        await until_decoding(engine)
+        ray.kill(ray.get_actor(f"qsa/test/killed/{victim}", NAMESPACE))
+        ends = await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), 10)
+        assert {type(end) for end in ends} <= {EngineDeadError, EngineRecoveringError}
+        async with asyncio.timeout(10):
+            while not (health := await engine.health()).is_dead:
+                await asyncio.sleep(0.05)
+        assert "ended for good" in health.reason
+
+    with Engine.start(scripted_config(limits={"max_sequences": 8}), name="test/killed", build=build_scripted) as engine:
+        asyncio.run(scenario(engine))
 
 
 def test_close_during_a_recovery_leaves_nothing(ray_driver):
