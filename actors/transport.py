@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from qsa.errors import QSAError
+from qsa.link_needs import buffer_rows
 from qsa.scheduler.plan import SelectionStats
 
 if TYPE_CHECKING:
     import torch
 
-IN_FLIGHT = 2  # frames a lane, and chunks, that may be sent and not taken yet
-LANDING = 3  # buffers a lane of a receiver: two that may be read, and one into which the next frame comes meanwhile
 LOCALHOST = "127.0.0.1"
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -88,9 +87,13 @@ class TransportSpec:
         """Memory of the static buffers, where the stage computes; what NCCL takes for itself comes on top."""
         if self.name != "p2p":
             return 0
-        chunks = IN_FLIGHT * self.prefill_chunk
-        rows = 0 if self.is_first else chunks + LANDING * self.lanes * self.max_rows
-        rows += 0 if self.is_last else chunks + IN_FLIGHT * self.lanes * self.max_rows
+        rows = buffer_rows(
+            is_first=self.is_first,
+            is_last=self.is_last,
+            lanes=self.lanes,
+            max_rows=self.max_rows,
+            prefill_chunk=self.prefill_chunk,
+        )
         return rows * self.hidden_size * _ITEM_BYTES[self.dtype]
 
 

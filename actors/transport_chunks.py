@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from qsa.actors.transport import IN_FLIGHT, TransportClosed, TransportSpec
+from qsa.actors.transport import TransportClosed, TransportSpec
 from qsa.actors.transport_link import Frame, Link
 from qsa.actors.transport_wire import Groups, as_bytes, closed_by_torch, mark, on_side, side_stream
+from qsa.link_needs import IN_FLIGHT
 
 CHUNK = 2
 _READY = 1

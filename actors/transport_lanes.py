@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from qsa.actors.transport import IN_FLIGHT, LANDING, TransportClosed, TransportSpec
+from qsa.actors.transport import TransportClosed, TransportSpec
 from qsa.actors.transport_link import Link
 from qsa.actors.transport_wire import Groups, as_bytes, closed_by_torch, mark, on_side, side_stream
+from qsa.link_needs import IN_FLIGHT, LANDING
 
 FRAME = 1
 

@@ -93,7 +93,7 @@ def show_rows(rows: list[dict[str, Any]]) -> None:
 def lines_of(rows: list[dict[str, Any]], device: str) -> list[Line]:
     case = CASES[device == "cuda"]
     return [
-        Line(f"transport.{device}_{row['transport']}_{what}", row[column], unit)
+        Line(f"pipeline.transport_{device}_{row['transport']}_{what}", row[column], unit)
         for row in rows
         if row["step"] == case.step
         for what, column, unit in (("step", "one_us", "us"), ("lane_step", "two_us", "us"), ("chunk", "chunk_ms", "ms"))

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from qsa.card_needs import QUANTIZED_BYTES, card_weight_bytes, card_workspace_bytes
 from qsa.config import EngineConfig
-from qsa.device import planned_device, prefill_chunk, settle, stage_cards
+from qsa.device import num_lanes, planned_device, prefill_chunk, settle, stage_cards
 from qsa.errors import BudgetError, ConfigError
 from qsa.host_needs import host_weight_bytes, host_workspace_bytes
 from qsa.kernels.registry import SparseConfig
 from qsa.kernels.sparse_decode import num_near_slices
 from qsa.kernels.summaries.code import load_calibration
+from qsa.link_needs import link_bytes
 from qsa.memory.budget import CardMemory, StageNeed, available_host_bytes, gib, share_cards, share_host
 from qsa.memory.layout import CHUNK_BYTES, KVLayout, SummaryLayout, sequence_chunks
 from qsa.model.attention import summary_layout
@@ -300,6 +301,16 @@ def _stage_need(
     else:
         weights = host_weight_bytes(checkpoint, config, first, last)
         workspace = host_workspace_bytes(checkpoint.spec, config, prefill_chunk(config))
+    is_first, is_last = first == 0, last == checkpoint.spec.num_layers
+    row_bytes = checkpoint.spec.hidden_size * resolve_dtype(config.model.dtype).itemsize
+    workspace += link_bytes(
+        config,
+        is_first=is_first,
+        is_last=is_last,
+        lanes=num_lanes(config),
+        prefill_chunk=prefill_chunk(config),
+        row_bytes=row_bytes,
+    )
     full = chunks(max_model_len)
     return StageNeed(
         weight_bytes=weights,

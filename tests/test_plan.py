@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from tiny_models import make_tiny_model
 
 from qsa.cli import main
 from qsa.config import make_config
 from qsa.errors import BudgetError, ConfigError, UnsupportedModelError
 from qsa.kernels.registry import SparseConfig
+from qsa.link_needs import NCCL_GROUP_BYTES, link_bytes
 from qsa.model import layer_times
 from qsa.model.build import build_stage
 from qsa.model.checkpoint.load import open_checkpoint
@@ -147,6 +149,22 @@ def test_what_is_kept_of_every_sequence_is_planned(checkpoint, setting):
         plan_memory(checkpoint, settings, sparse=sparse, code_dim=None, available=[16 * GIB])
     with pytest.raises(BudgetError, match=r"lower limits\.max_sequences"):
         plan(checkpoint, limits={"max_sequences": 100_000})
+
+
+def test_buffers_between_stages_are_planned(checkpoint):
+    def workspaces(transport, num_stages):
+        pipeline = {"device": "cpu", "transport": transport, "num_stages": num_stages}
+        return [stage.workspace_bytes for stage in plan(checkpoint, pipeline=pipeline, limits={"prefill_chunk": 512}).stages]
+
+    assert workspaces("auto", 1) == workspaces("object_store", 1), "one stage hands over nothing"
+    pairs = zip(workspaces("object_store", 3), workspaces("p2p", 3), strict=True)
+    first, middle, last = (taken - others for others, taken in pairs)
+    row = checkpoint.spec.hidden_size * torch.bfloat16.itemsize
+    assert first == row * (2 * 512 + 2 * 2 * 8) and last == row * (2 * 512 + 3 * 2 * 8) and middle == first + last
+    assert workspaces("auto", 3) == workspaces("p2p", 3)
+    card = make_config({"pipeline": {"device": "cuda", "num_stages": 2}, "limits": {"prefill_chunk": 512}})
+    options = {"is_first": True, "is_last": False, "lanes": 2, "prefill_chunk": 512, "row_bytes": row}
+    assert link_bytes(card, **options) == first + 3 * NCCL_GROUP_BYTES
 
 
 def test_auto_settings_resolve_without_a_calibration():
