@@ -19,7 +19,7 @@ import msgpack
 import torch
 
 from qsa.actors.ray_errors import describe
-from qsa.actors.stage_steps import StageSteps
+from qsa.actors.stage_steps import StageSteps, StepChoices
 from qsa.actors.transport import Transport, TransportClosed
 from qsa.scheduler.burst import Burst
 from qsa.scheduler.plan import BurstEnd, SelectionStats, SequenceResult, StepPlan, StepResult
@@ -165,12 +165,21 @@ def _drive_alone(steps: StageSteps, burst: Burst, report: Report, working: Progr
 def follow(steps: StageSteps, working: Progress) -> None:
     """Run a burst on any other stage, until the frame that ends it.
 
+    The last stage on a card launches a step whose frame has come while the card still chooses the tokens of the step before,
+    so that the card never waits for the host between two steps.
+
     Raises:
         TransportClosed: another stage is gone.
     """
     transport = steps.linked
+    launched: deque[_LastStep] = deque()
     steps.timer.begin()
     while True:
+        while launched and not _comes_first(transport, launched):
+            _answer(transport, steps, launched.popleft())
+            working(False)
+            if launched:
+                working(True)
         with steps.timer.wait(-1, -1):
             header, hidden = transport.receive()
         if header == END:
@@ -180,30 +189,71 @@ def follow(steps: StageSteps, working: Progress) -> None:
         working(True)
         frame = Frame.from_bytes(header)
         plan = StepPlan.from_bytes(frame.plan)
-        _pass_on(steps, transport, plan, frame, hidden)
-        working(False)
+        if steps.is_last:
+            launched.append(_launch_last(steps, plan, frame, hidden))
+        else:
+            _pass_on(steps, transport, plan, frame, hidden)
+            working(False)
         steps.timer.settle()
 
 
 def _pass_on(steps: StageSteps, transport: Transport, plan: StepPlan, frame: Frame, hidden: torch.Tensor | None) -> None:
-    """Compute a frame's step and hand it to the next stage, or answer it."""
+    """Compute a frame's step and hand it to the next stage."""
     out: torch.Tensor | None = None
-    results: tuple[SequenceResult, ...] = ()
     if frame.error is None:
         try:
             with steps.timer.compute(plan.lane, plan.step):
                 out = steps.compute(plan, hidden)
-                if steps.is_last:
-                    results = steps.sample(plan, out)
             frame = replace(frame, selection=(*frame.selection, *steps.selection(plan)))
         except Exception as error:
             out, frame = None, replace(frame, error=failed(plan, error).error)
     with steps.clock.span("send", plan.lane, plan.step):
-        if steps.is_last:
-            result = StepResult(plan.epoch, plan.step, plan.lane, results, frame.selection, error=frame.error)
-            transport.answer(result.to_bytes())
-        else:
-            transport.send(plan.lane, frame.to_bytes(), out)
+        transport.send(plan.lane, frame.to_bytes(), out)
+
+
+@dataclass
+class _LastStep:
+    """A step of the last stage whose tokens are being chosen. `choices`: None when it has failed, as `frame.error` says."""
+
+    plan: StepPlan
+    frame: Frame
+    choices: StepChoices | None = None
+
+
+def _launch_last(steps: StageSteps, plan: StepPlan, frame: Frame, hidden: torch.Tensor | None) -> _LastStep:
+    if frame.error is not None:
+        return _LastStep(plan, frame)
+    try:
+        with steps.timer.compute(plan.lane, plan.step):
+            choices = steps.begin_sample(plan, steps.compute(plan, hidden))
+        return _LastStep(plan, replace(frame, selection=(*frame.selection, *steps.selection(plan))), choices)
+    except Exception as error:
+        return _LastStep(plan, replace(frame, error=failed(plan, error).error))
+
+
+def _comes_first(transport: Transport, launched: deque[_LastStep]) -> bool:
+    """Whether another frame has come before the oldest step's tokens are there.
+
+    The host looks again and again: it would wait for the card in just the same way, and sleeps are longer than a step's end
+    may be late.
+    """
+    oldest = launched[0].choices
+    while oldest is not None and not oldest.are_made:
+        if transport.has_frame():
+            return True
+    return False
+
+
+def _answer(transport: Transport, steps: StageSteps, step: _LastStep) -> None:
+    plan, frame, results = step.plan, step.frame, tuple[SequenceResult, ...]()
+    if step.choices is not None:
+        try:
+            results = step.choices.wait()
+        except Exception as error:
+            frame = replace(frame, error=failed(plan, error).error)
+    result = StepResult(plan.epoch, plan.step, plan.lane, results, frame.selection, error=frame.error)
+    with steps.clock.span("send", plan.lane, plan.step):
+        transport.answer(result.to_bytes())
 
 
 def failed(plan: StepPlan, error: Exception) -> StepResult:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,7 @@ from qsa.memory.budget import CardMemory, gib
 from qsa.model.batch import Segment
 from qsa.model.build import build_stage
 from qsa.model.checkpoint.open import dummy_calibration, open_model
-from qsa.model.sampler import SampleRow, sample
+from qsa.model.sampler import Choices, SampleRow, begin_sample
 from qsa.scheduler.growth import StageCapacity
 from qsa.scheduler.plan import SelectionStats, SequenceResult, SequenceStep, StepPlan, StepResult
 from qsa.scheduler.request import SamplingParams, TokenOutput
@@ -189,7 +190,12 @@ class StageSteps:
 
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> tuple[SequenceResult, ...]:
         """The next token of every item that asks for one; the others have an entry without."""
-        return _sample(plan.items, logits)
+        return self.begin_sample(plan, logits).wait()
+
+    def begin_sample(self, plan: StepPlan, logits: torch.Tensor) -> StepChoices:
+        """As `sample`, but without waiting for a card."""
+        items = plan.items
+        return StepChoices(items, begin_sample(logits, [_sample_row(i, i.sampling) for i in items if i.sampling is not None]))
 
     def selection(self, plan: StepPlan) -> tuple[SelectionStats, ...]:
         """What selection did since the last call, as far as it is known and of the plan's sequences."""
@@ -272,19 +278,30 @@ def _memory_named(spec: StageSpec, doing: str) -> Iterator[None]:
         ) from None
 
 
-def _sample(items: Sequence[SequenceStep], logits: torch.Tensor) -> tuple[SequenceResult, ...]:
-    """The next token of every item that asks for one."""
-    rows = [_sample_row(item, item.sampling) for item in items if item.sampling is not None]
-    sampled = iter(sample(logits, rows))
-    results = []
-    for item in items:
-        if item.sampling is None:
-            results.append(SequenceResult(item.request_id))
-        elif (one := next(sampled)).error is not None:
-            results.append(SequenceResult(item.request_id, error=one.error))
-        else:
-            results.append(SequenceResult(item.request_id, TokenOutput(one.token_id, one.logprob, one.top_logprobs)))
-    return tuple(results)
+@dataclass(frozen=True)
+class StepChoices:
+    """The tokens of a step that are being chosen."""
+
+    items: Sequence[SequenceStep]
+    choices: Choices
+
+    @property
+    def are_made(self) -> bool:
+        """Whether `wait` returns at once."""
+        return self.choices.are_made
+
+    def wait(self) -> tuple[SequenceResult, ...]:
+        """An entry of every item; without a token where none was asked for."""
+        sampled = iter(self.choices.wait())
+        results = []
+        for item in self.items:
+            if item.sampling is None:
+                results.append(SequenceResult(item.request_id))
+            elif (one := next(sampled)).error is not None:
+                results.append(SequenceResult(item.request_id, error=one.error))
+            else:
+                results.append(SequenceResult(item.request_id, TokenOutput(one.token_id, one.logprob, one.top_logprobs)))
+        return tuple(results)
 
 
 def _sample_row(item: SequenceStep, sampling: SamplingParams) -> SampleRow:

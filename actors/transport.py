@@ -164,6 +164,10 @@ class Transport(Protocol):
         """
         ...
 
+    def has_frame(self) -> bool:
+        """Whether `receive` finds something, be it that the transport was closed."""
+        ...
+
     def receive(self) -> tuple[bytes, torch.Tensor | None]:
         """The next frame of the stage before, in the order sent.
 

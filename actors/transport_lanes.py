@@ -98,6 +98,10 @@ class FrameReceiver:
         self._marks: list[torch.cuda.Event | None] = [None] * spec.lanes
         self._streams = [side_stream(device) for _ in range(spec.lanes)]
 
+    @property
+    def has_frame(self) -> bool:
+        return self._link.has_something
+
     def receive(self) -> tuple[bytes, torch.Tensor | None]:
         frame = self._link.read()
         if frame.kind != FRAME or frame.lane >= len(self._num) or frame.rows > self._max_rows:

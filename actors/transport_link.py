@@ -46,6 +46,8 @@ class Link:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket, self._peer = connection, peer
         self.peer_host: str = connection.getpeername()[0]
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
 
     def set_timeout(self, seconds: float | None) -> None:
         """Longest wait of a single call, after which the connection counts as closed; None: no limit."""
@@ -89,6 +91,11 @@ class Link:
                 done += got
         except OSError as error:
             raise self._gone(error) from None
+
+    @property
+    def has_something(self) -> bool:
+        """Whether a read finds something, if only that the connection has ended."""
+        return bool(self._poll.poll(0))
 
     def read_signals(self, wait: bool) -> bytes:
         """Single bytes that the other side has sent with `signal`: all that are there; with `wait`, at least one."""

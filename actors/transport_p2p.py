@@ -158,6 +158,9 @@ class P2PTransport:
             sent = self._frames_out.send(lane, header, hidden)
         self._count(sent)
 
+    def has_frame(self) -> bool:
+        return self._frames_in is not None and self._frames_in.has_frame
+
     def receive(self) -> tuple[bytes, torch.Tensor | None]:
         with self._counted("wait_s"):
             assert self._frames_in is not None, "there is no stage before"

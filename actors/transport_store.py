@@ -53,6 +53,10 @@ class Inbox:
             self._changed.notify_all()
         return True
 
+    @property
+    def has_frame(self) -> bool:
+        return bool(self._frames) or self._closed is not None
+
     def take_frame(self, idle: Callable[[], None]) -> tuple[bytes, Any]:
         """The oldest frame; `idle` is called whenever it has not come for PROBE_S."""
         lane, header, packed = self._take(self._frames, idle)
@@ -151,6 +155,9 @@ class ObjectStoreTransport:
                 self._wait(before)
             array = None if hidden is None else self._to_array(hidden)
             self._calls[lane] = self._call(self._next, f"frame{lane}", header, array)
+
+    def has_frame(self) -> bool:
+        return self._inbox.has_frame
 
     def receive(self) -> tuple[bytes, torch.Tensor | None]:
         began = time.perf_counter()

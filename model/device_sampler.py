@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,12 +31,39 @@ CANDIDATES = 1024  # tokens sorted where a cut needs the order
 ROWS_AT_ONCE = 32  # whose float64 weights over the whole vocabulary are in memory together
 
 
+class DeviceChoices:
+    """Choices on their way to the host: one copy to pinned memory, behind the launches that make them."""
+
+    def __init__(self, figures: torch.Tensor, read: Callable[[list[Any]], list[Sampled]]) -> None:
+        """figures: a number or a line of numbers a row; read: makes the choices of them."""
+        self._read, self._figures = read, figures
+        self._event: torch.cuda.Event | None = None
+        if figures.is_cuda:
+            self._figures = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
+            self._figures.copy_(figures, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def are_made(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self) -> list[Sampled]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._read(self._figures.tolist())
+
+
 def sample_on_device(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
     """Choose one token a row; arguments and result as for `sampler.sample`."""
+    return begin_on_device(logits, rows).wait()
+
+
+def begin_on_device(logits: torch.Tensor, rows: Sequence[SampleRow]) -> DeviceChoices:
+    """Launch everything that `sample_on_device` does. `logits` must stay as they are until the choices have been read."""
     vocab_size, device = logits.shape[1], logits.device
     if logits.is_cuda and all(row.is_greedy and not row.changes_logits and row.logprobs < 0 for row in rows):
-        best: list[int] = _argmax().forward(logits).tolist()
-        return [Sampled(token) if token >= 0 else Sampled(error=NOT_FINITE) for token in best]
+        return DeviceChoices(_argmax().forward(logits), _greedy_choices)
     errors = [wrong_bias(row, vocab_size) for row in rows]
     changed = logits
     edited = [i for i, row in enumerate(rows) if row.changes_logits and errors[i] is None]
@@ -58,11 +85,18 @@ def sample_on_device(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sa
     num_top = min(vocab_size, max(row.logprobs for row in rows))
     if num_top >= 0:
         columns += _logprobs(logits, tokens, num_top)
-    table = torch.stack([column.double() for column in columns], -1).tolist()
-    return [
-        _sampled(logits[i], changed[i], row, errors[i], values, num_top)
-        for i, (row, values) in enumerate(zip(rows, table, strict=True))
-    ]
+
+    def read(table: list[list[float]]) -> list[Sampled]:
+        return [
+            _sampled(logits[i], changed[i], row, errors[i], values, num_top)
+            for i, (row, values) in enumerate(zip(rows, table, strict=True))
+        ]
+
+    return DeviceChoices(torch.stack([column.double() for column in columns], -1), read)
+
+
+def _greedy_choices(best: list[int]) -> list[Sampled]:
+    return [Sampled(token) if token >= 0 else Sampled(error=NOT_FINITE) for token in best]
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -68,6 +69,28 @@ class Sampled:
     error: str | None = None
 
 
+class Choices(Protocol):
+    """Tokens that are being chosen, perhaps on a device that the host is ahead of."""
+
+    @property
+    def are_made(self) -> bool:
+        """Whether `wait` returns at once."""
+        ...
+
+    def wait(self) -> list[Sampled]: ...
+
+
+@dataclass(frozen=True)
+class MadeChoices:
+    """Tokens that have been chosen on the host."""
+
+    sampled: list[Sampled]
+    are_made = True
+
+    def wait(self) -> list[Sampled]:
+        return self.sampled
+
+
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
     """Choose one token a row.
 
@@ -78,17 +101,22 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
         One entry a row. A row with a logit that is NaN or infinite, with a bias for a token that does not exist, or with
         biases and penalties that leave nothing to choose from has `error` set; the others are not affected.
     """
+    return begin_sample(logits, rows).wait()
+
+
+def begin_sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Choices:
+    """As `sample`, but on a device without waiting for it."""
     if logits.shape[0] != len(rows):
         raise ValueError(f"logits have {logits.shape[0]} rows, but {len(rows)} are to be sampled")
     if not rows:
-        return []
+        return MadeChoices([])
     if logits.device.type != "cpu":
-        from qsa.model.device_sampler import sample_on_device  # noqa: PLC0415 - it imports this file
+        from qsa.model.device_sampler import begin_on_device  # noqa: PLC0415 - it imports this file
 
-        return sample_on_device(logits, rows)
+        return begin_on_device(logits, rows)
     finite = logits.sum(-1).isfinite().tolist()  # one pass; a NaN or an infinity anywhere shows in the sum
     best = logits.argmax(-1).tolist() if any(row.is_greedy for row in rows) else []
-    return [_sample_row(logits[i], row, finite[i], best[i] if best else -1) for i, row in enumerate(rows)]
+    return MadeChoices([_sample_row(logits[i], row, finite[i], best[i] if best else -1) for i, row in enumerate(rows)])
 
 
 def _sample_row(logits: torch.Tensor, row: SampleRow, sum_is_finite: bool, best: int) -> Sampled:

@@ -34,7 +34,8 @@ def test_many_requests_each_get_their_own_tokens_and_nothing_stays(num_stages):
         assert h.tokens == {name: expected_tokens(prompt, 9) for name, prompt in prompts.items()}
         assert set(h.ends.values()) == {(FinishReason.LENGTH, None)}
         assert await h.all_free()
-        assert not h.actor._desk.num_open and h.actor._pipeline.is_quiet
+        await h.until(lambda: h.actor._pipeline.is_quiet)  # the call that released the last slot may be on its way back
+        assert not h.actor._desk.num_open
 
     run(scenario, num_stages=num_stages)
 

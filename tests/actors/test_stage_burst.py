@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from scripted_stage import NAN, RAISE_0, RAISE_LAST, LocalStage, expected_tokens, next_token
@@ -142,6 +143,72 @@ def test_rows_that_end_drop_out_and_the_others_go_on():
         assert end.num_steps == (10,)
 
     play(scenario)
+
+
+class SlowCard:
+    """Makes a stage's tokens as a card does: not there yet when the step has been launched, but once `num_after` more have
+    been, or all `num_steps`. State: what happened in turn."""
+
+    PATIENCE_S = 10.0  # after which the tokens are there all the same
+
+    def __init__(self, stage: LocalStage, num_after: int, num_steps: int) -> None:
+        self.num_after, self.num_steps, self.num_launched = num_after, num_steps, 0
+        self.log: list[tuple[str, int]] = []
+        steps = stage.actor._steps
+        self._begin, self._compute = steps.begin_sample, steps.compute
+        steps.begin_sample, steps.compute = self.begin_sample, self.compute
+
+    def compute(self, plan, hidden):
+        self.num_launched += 1
+        self.log.append(("launch", plan.lane))
+        return self._compute(plan, hidden)
+
+    def begin_sample(self, plan, logits):
+        return SlowChoices(self, plan.lane, self._begin(plan, logits))
+
+
+class SlowChoices:
+    def __init__(self, card, lane, choices) -> None:
+        self.card, self.lane, self.choices = card, lane, choices
+        self.enough = min(card.num_launched + card.num_after, card.num_steps)
+        self.deadline = time.monotonic() + card.PATIENCE_S
+
+    @property
+    def are_made(self):
+        return self.card.num_launched >= self.enough or time.monotonic() > self.deadline
+
+    def wait(self):
+        assert self.card.num_launched >= self.enough, "nothing more was launched"
+        self.card.log.append(("tokens", self.lane))
+        return self.choices.wait()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_last_stage_launches_the_next_step_while_the_card_chooses_tokens(transport):
+    async def scenario(s):
+        for slot in range(3):
+            await s.prefill(slot, [60 + slot])
+        card = SlowCard(s.stages[-1], num_after=1, num_steps=12)
+        await s.run(s.plan([[0, 1], [2]], 6))
+        for slot in range(3):
+            assert s._open[slot][1:] == expected_tokens([60 + slot], len(s._open[slot]) - 1)
+        for lane in range(2):
+            assert [what for what, of in card.log if of == lane] == ["launch", "tokens"] * 6
+
+    play(scenario, transport=transport)
+
+
+def test_a_step_that_raises_behind_one_that_is_not_done_is_answered_in_its_turn():
+    async def scenario(s):
+        await s.prefill(0, [61])
+        await s.prefill(1, [62])
+        SlowCard(s.stages[-1], num_after=1, num_steps=2)
+        s._open[1][-1] = RAISE_LAST
+        results, end = await s.run(s.plan([[0], [1]], 3))
+        assert [(r.lane, r.error is None) for r in results] == [(0, True), (1, False), (0, True), (0, True)]
+        assert end.num_steps == (3, 1)
+
+    play(scenario, transport="p2p")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
