@@ -99,26 +99,26 @@ def drive(steps: StageSteps, burst: Burst, report: Report, working: Progress) ->
     transport = steps.linked
     under_way: deque[StepPlan] = deque()
 
-    def launch(lane: int) -> None:
+    def launch(lane: int, before: StepResult | None = None) -> None:
+        """Begin the lane's next step; `before` is reported only then, so that whoever hears it does not delay the step."""
+        results = [] if before is None else [before]
         plan = burst.next_step(lane)
-        if plan is None:
-            return
-        working(True)
-        try:
-            with steps.timer.compute(lane, plan.step):
-                hidden = steps.compute(plan, None)
-        except Exception as error:
-            finish(failed(plan, error))
-        else:
-            frame = Frame(plan.to_bytes(), steps.selection(plan))
-            with steps.clock.span("send", lane, plan.step):
-                transport.send(lane, frame.to_bytes(), hidden)
-            under_way.append(plan)
-        working(False)
-
-    def finish(result: StepResult) -> None:
-        burst.apply(result)
-        report(result)
+        if plan is not None:
+            working(True)
+            try:
+                with steps.timer.compute(lane, plan.step):
+                    hidden = steps.compute(plan, None)
+            except Exception as error:
+                results.append(failed(plan, error))
+                burst.apply(results[-1])
+            else:
+                frame = Frame(plan.to_bytes(), steps.selection(plan))
+                with steps.clock.span("send", lane, plan.step):
+                    transport.send(lane, frame.to_bytes(), hidden)
+                under_way.append(plan)
+            working(False)
+        for result in results:
+            report(result)
 
     steps.timer.begin()
     try:
@@ -131,8 +131,8 @@ def drive(steps: StageSteps, burst: Burst, report: Report, working: Progress) ->
             assert (result.epoch, result.step, result.lane) == (plan.epoch, plan.step, plan.lane), (
                 "answers came in another order"
             )
-            finish(result)
-            launch(plan.lane)
+            burst.apply(result)
+            launch(plan.lane, result)
             steps.timer.settle()
     finally:
         transport.send(0, END, None)
