@@ -183,7 +183,7 @@ class SchedulerActor:
             RequestError, OverloadedError, EngineDeadError: it is not queued.
         """
         scheduler = self._alive()
-        check_request(request_id, prompt, sampling, self._spec.vocab_size)
+        check_request(request_id, prompt, sampling, priority, self._spec.vocab_size)
         scheduler.add(Request(request_id, tuple(prompt.tolist()), sampling, sparse_id, priority))
         self._desk.open(client_id, request_id)
         self._fill()

@@ -61,9 +61,9 @@ class Harness:
                     assert output.request_id not in self.ends, "a request ends once"
                     self.ends[output.request_id] = output.finish_reason, output.error
 
-    async def submit(self, request_id, prompt, max_tokens=4, client="me", **sampling):
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, **sampling)
-        await self.actor.submit(client, request_id, np.array(prompt), params, 1, 0)
+    async def submit(self, request_id, prompt, max_tokens=4, client="me", priority=0, **sampling):
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens} | sampling)
+        await self.actor.submit(client, request_id, np.array(prompt), params, 1, priority)
 
     async def until(self, condition, timeout_s=5.0):
         deadline = time.monotonic() + timeout_s

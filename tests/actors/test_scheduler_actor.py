@@ -141,6 +141,16 @@ def test_the_shortest_context_can_be_warmed_up():
         ([5], {"logit_bias": ((-2, 1.0),)}, "logit_bias"),
         ([5], {"stop_token_ids": (1 << 70,)}, "stop_token_ids"),
         ([5], {"top_k": 1 << 70}, "sampling"),  # no plan can carry it
+        ([5], {"priority": None}, "priority"),
+        ([5], {"priority": 1.5}, "priority"),
+        ([5], {"max_tokens": 3.5}, "max_tokens"),
+        ([5], {"max_tokens": None}, "max_tokens"),
+        ([5], {"seed": None}, "seed"),
+        ([5], {"temperature": "hot"}, "temperature"),
+        ([5], {"stop_token_ids": 7}, "stop_token_ids"),
+        ([5], {"stop_token_ids": ("7",)}, "stop_token_ids"),
+        ([5], {"logit_bias": {7: 1.0}}, "logit_bias"),
+        ([5], {"logit_bias": ((7, "1"),)}, "logit_bias"),
     ],
 )
 def test_a_wrong_request_is_refused_before_it_is_scheduled(prompt, sampling, param):
