@@ -247,6 +247,7 @@ class Engine:
                 async with asyncio.timeout(ANSWER_S):  # here and below not wait_for, which may swallow a cancellation
                     await call
             except Exception as error:
+                is_over = not is_lost(error)  # it was refused; an abort could meet the next request of this id
                 raise self._as_error(error) from None
             unanswered = ()
             while not is_over:
@@ -348,12 +349,12 @@ class Engine:
 def _as_array(prompt_token_ids: Sequence[int]) -> np.ndarray:
     """Token ids as int64, in which even 256K of them travel quickly."""
     try:
-        prompt = np.array(prompt_token_ids, dtype=np.int64)
+        prompt = np.array(prompt_token_ids)
     except (ValueError, TypeError, OverflowError):
-        prompt = np.empty((0, 0), dtype=np.int64)
-    if prompt.ndim != 1:
+        prompt = np.empty((0, 0))
+    if prompt.ndim != 1 or (prompt.dtype.kind not in "iu" and prompt.size):
         raise RequestError("prompt must be a list of token ids", param="prompt")
-    return prompt
+    return prompt.astype(np.int64)
 
 
 def _wait_for(calls: list[Any], deadline: float, doing: str, config: EngineConfig) -> Any:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from qsa.actors.ray_errors import engine_error, is_lost
-from qsa.errors import EngineDeadError, EngineRecoveringError
+from qsa.errors import EngineDeadError, EngineRecoveringError, RequestError
 from qsa.scheduler.request import RequestOutput
 
 Item = RequestOutput | EngineDeadError
@@ -61,6 +61,7 @@ class OutputPoller:
         Raises:
             EngineRecoveringError: not now.
             EngineDeadError:       nothing will come any more.
+            RequestError:          a request of this id is open.
         """
         mailbox = _Mailbox()
         with self._changed:
@@ -68,7 +69,8 @@ class OutputPoller:
                 raise EngineDeadError(self._dead)
             if self._lost is not None:
                 raise EngineRecoveringError(self.lost_reason)
-            assert request_id not in self._mailboxes, f"request id {request_id} is in use"
+            if request_id in self._mailboxes:
+                raise RequestError(f"request id {request_id} is in use; every request needs its own", param="request_id")
             self._mailboxes[request_id] = mailbox
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"{self._name} outputs", daemon=True)

@@ -12,7 +12,8 @@ from engine_helpers import wait_until
 from qsa.actors.engine import Engine
 from qsa.actors.placement import EngineActors
 from qsa.config import EngineConfig
-from qsa.scheduler.request import SamplingParams
+from qsa.errors import OverloadedError, RequestError
+from qsa.scheduler.request import RequestOutput, SamplingParams
 
 
 class Method:
@@ -83,5 +84,39 @@ def test_an_abort_cannot_overtake_a_submission_that_has_not_answered():
         wait_until(lambda: abort.calls)
         assert threading.get_ident() not in abort.threads, "a child of the answer would be cancelled with it"
         assert abort.calls[0] == ("r", answer), "the submission's result is the abort's argument, so Ray keeps their order"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [OverloadedError("busy"), RequestError("no", param="prompt")], ids=repr)
+def test_a_refused_request_is_not_aborted_for_its_id_may_come_again(error):
+    async def scenario():
+        answer = asyncio.get_running_loop().create_future()
+        answer.set_exception(error)
+        abort = Method(lambda: None)
+        engine = make_engine(Method(lambda: answer), abort)
+        with pytest.raises(type(error)):
+            await anext(engine.generate([1, 2], SamplingParams(), request_id="r"))
+        engine._poller.fail("over")
+        await asyncio.sleep(0.1)
+        assert not abort.calls
+
+    asyncio.run(scenario())
+
+
+def test_an_id_that_is_in_use_is_refused_and_the_first_request_goes_on():
+    async def scenario():
+        answer = asyncio.get_running_loop().create_future()
+        engine = make_engine(Method(lambda: answer), Method(lambda: None))
+        first = asyncio.ensure_future(anext(engine.generate([1], SamplingParams(), request_id="r")))
+        await asyncio.sleep(0.01)
+        with pytest.raises(RequestError, match="in use") as refused:
+            await anext(engine.generate([1], SamplingParams(), request_id="r"))
+        assert refused.value.param == "request_id"
+        answer.set_result(None)
+        await asyncio.sleep(0.01)
+        engine._poller._distribute([RequestOutput("r")])
+        assert (await asyncio.wait_for(first, 1)).request_id == "r"
+        engine._poller.fail("over")
 
     asyncio.run(scenario())
