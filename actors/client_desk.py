@@ -62,7 +62,10 @@ class ClientDesk:
             _wake(client.waiter)
 
     async def poll(self, client_id: str, *, wait: bool) -> list[RequestOutput]:
-        """Everything for a client since its last poll; with `wait`, waits for the first one, at most POLL_S."""
+        """Everything for a client since its last poll; with `wait`, waits for the first one, at most POLL_S.
+
+        A client that polls again before it was answered has given the earlier poll up: that one takes nothing.
+        """
         client = self._client(client_id)
         client.seen_at = time.monotonic()
         if not client.outputs and wait:
@@ -71,6 +74,8 @@ class ClientDesk:
             timer = loop.call_later(POLL_S, _wake, waiter)
             await waiter
             timer.cancel()
+            if client.waiter is not waiter:
+                return []
         outputs, client.outputs = client.outputs, []
         return outputs
 

@@ -85,12 +85,15 @@ class OutputPoller:
 
     def interrupt(self, reason: str) -> None:
         """End every open request with EngineRecoveringError, and refuse new ones until `resume`."""
+        _end(self._lose(reason), EngineRecoveringError, reason)
+
+    def _lose(self, reason: str) -> list[_Mailbox]:
+        """Refuse new requests until `resume`; the open ones, for whoever ends them."""
         with self._changed:
             if self._dead is not None or self._lost is not None:
-                return
+                return []
             self._lost = reason
-            mailboxes = self._take_mailboxes()
-        _end(mailboxes, EngineRecoveringError, reason)
+            return self._take_mailboxes()
 
     def resume(self) -> None:
         """The scheduler is back: take requests again."""
@@ -124,10 +127,12 @@ class OutputPoller:
                 outputs = self._poll()
             except Exception as error:  # of whatever kind: without polls no request can go on
                 reason = str(engine_error(error, "the scheduler"))
+                mailboxes = self._lose(reason) if is_lost(error) else []  # first: who is told now may `resume` at once
                 if is_lost(error) and self._on_lost():
-                    self.interrupt(reason)
+                    _end(mailboxes, EngineRecoveringError, reason)
                     continue
                 self.fail(reason)
+                _end(mailboxes, EngineDeadError, reason)
                 return
             self._distribute(outputs)
 

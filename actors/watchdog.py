@@ -159,6 +159,10 @@ class Watchdog:
             asked = watched.asked = asyncio.ensure_future(self._pings[stage]())
             asked.add_done_callback(lambda done: self._take_answer(stage, watched, done))
             return
+        self._miss(stage, watched)
+
+    def _miss(self, stage: int, watched: _Watched) -> None:
+        """There was no answer, or one that is none."""
         watched.missed += 1
         if watched.missed == DEAD_TICKS:
             self._report("silent", stage, f"has not answered for {DEAD_TICKS * self._tick_s:.0f} s")
@@ -175,7 +179,7 @@ class Watchdog:
         elif is_actor_death(error):
             self._report("died", stage, "has died")
         else:
-            watched.missed += 1
+            self._miss(stage, watched)
 
     def _read(self, stage: int, watched: _Watched, ping: StagePing) -> None:
         if self._processes.setdefault(stage, ping.process) != ping.process:

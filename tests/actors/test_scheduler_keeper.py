@@ -255,3 +255,24 @@ def test_a_loss_is_the_end_where_nobody_brings_it_back():
         assert poller.dead_reason == "the scheduler has died"
 
     poll(scenario, on_lost=lambda: False)
+
+
+def test_a_keeper_that_is_quicker_than_the_poller_is_heard():
+    async def scenario(source, poller):
+        resumed.append(poller.resume)
+        queue = poller.open("a")
+        source.put(GONE)
+        assert type(await asyncio.wait_for(queue.get(), 2)) is EngineRecoveringError
+        await asyncio.sleep(0.05)
+        assert poller.lost_reason is None
+        queue = poller.open("b")
+        source.put([RequestOutput("b")])
+        assert (await asyncio.wait_for(queue.get(), 2)).request_id == "b"
+
+    resumed = []
+
+    def on_lost():
+        resumed[0]()  # it has looked already, and nothing was wrong
+        return True
+
+    poll(scenario, on_lost)

@@ -96,6 +96,15 @@ def test_silence_is_a_complaint_first_and_trouble_later():
     watch(scenario)
 
 
+def test_pings_that_fail_for_another_reason_are_silence():
+    async def scenario(watchdog, stages, troubles):
+        stages[1].error = RuntimeError("the store is full")
+        trouble = await first(troubles)
+        assert (trouble.kind, trouble.stage) == ("silent", 1) and trouble.is_process_bad
+
+    watch(scenario)
+
+
 def test_silence_is_counted_in_own_ticks():
     async def scenario(watchdog, stages, troubles):
         stages[0].silent = True
