@@ -8,6 +8,7 @@ on a network of their own.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import secrets
@@ -21,6 +22,8 @@ from collections.abc import Callable, Sequence
 from qsa.actors.transport import TransportClosed
 
 HANDSHAKE_S = 5.0
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)  # a later connection can be taken
+_PASSING_S = 0.05
 _MAGIC = b"qsa stages 1"
 _NONCE = 32
 _HELLO = struct.Struct("!QHH")  # epoch, stage, purpose
@@ -171,17 +174,24 @@ class Listener:
         while self._missing:
             try:
                 connection, peer = self._socket.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if error.errno not in _PASSING:
+                    return  # closed
+                time.sleep(_PASSING_S)
+                continue
             # one thread each, so that a stranger who says nothing keeps nobody waiting
-            threading.Thread(target=self._greet, args=(connection, f"{peer[0]}:{peer[1]}"), daemon=True).start()
+            try:
+                threading.Thread(target=self._greet, args=(connection, f"{peer[0]}:{peer[1]}"), daemon=True).start()
+            except RuntimeError:  # no more threads can be started
+                connection.close()
 
     def _greet(self, connection: socket.socket, peer: str) -> None:
         try:
+            deadline = time.monotonic() + HANDSHAKE_S
             connection.settimeout(HANDSHAKE_S)
             nonce = secrets.token_bytes(_NONCE)
             connection.sendall(_MAGIC + nonce)
-            message = _read_handshake(connection, _NONCE + _HELLO.size + 32)
+            message = _read_handshake(connection, _NONCE + _HELLO.size + 32, deadline)
             other, hello, proof = message[:_NONCE], message[_NONCE:-32], message[-32:]
             epoch, stage, purpose = _HELLO.unpack(hello)
             if not hmac.compare_digest(proof, _proof(self._secret, b"calls", nonce + other + hello)):
@@ -218,14 +228,15 @@ def call(address: str, stage: int, purpose: int, epoch: int, secret: bytes, own:
     connection = socket.create_connection((name, int(port)), timeout=left, source_address=(host, 0))
     try:
         connection.settimeout(min(left, HANDSHAKE_S))
-        greeting = _read_handshake(connection, len(_MAGIC) + _NONCE)
+        deadline = time.monotonic() + min(left, HANDSHAKE_S)
+        greeting = _read_handshake(connection, len(_MAGIC) + _NONCE, deadline)
         if not greeting.startswith(_MAGIC):
             raise ConnectionRefusedError(f"what listens at {address} is no stage")
         nonce, other = greeting[len(_MAGIC) :], secrets.token_bytes(_NONCE)
         hello = _HELLO.pack(epoch, own, purpose)
         connection.sendall(other + hello + _proof(secret, b"calls", nonce + other + hello))
         try:
-            proof = _read_handshake(connection, 32)
+            proof = _read_handshake(connection, 32, deadline)
         except ConnectionError:
             raise ConnectionRefusedError(f"stage {stage} at {address} refused stage {own}") from None
         if not hmac.compare_digest(proof, _proof(secret, b"called", other + nonce + hello)):
@@ -240,9 +251,11 @@ def _proof(secret: bytes, role: bytes, message: bytes) -> bytes:
     return hmac.new(secret, role + message, hashlib.sha256).digest()
 
 
-def _read_handshake(connection: socket.socket, count: int) -> bytes:
+def _read_handshake(connection: socket.socket, count: int, deadline: float) -> bytes:
+    """So many bytes until `deadline` (time.monotonic), also from somebody who sends one now and then."""
     data = b""
     while len(data) < count:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
         more = connection.recv(count - len(data))
         if not more:
             raise ConnectionResetError("closed in the middle of the handshake")
@@ -251,7 +264,10 @@ def _read_handshake(connection: socket.socket, count: int) -> bytes:
 
 
 def watch(links: Sequence[Link], on_hangup: Callable[[], None]) -> threading.Thread:
-    """Call `on_hangup` as soon as one of the connections ends, whoever ended it; from a thread that then ends too."""
+    """Call `on_hangup` as soon as one of the connections ends, whoever ended it; from a thread that then ends too.
+
+    links: at least one; without any it would never end.
+    """
     poll = select.poll()
     for link in links:
         poll.register(link.fileno(), select.POLLRDHUP)  # and, always, errors

@@ -111,9 +111,13 @@ class P2PTransport:
             self._frames_out = FrameSender(frames, groups, spec, self._device)
             self._chunks_out = ChunkSender(chunks, chunk_groups, spec, self._device)
             self._chunks_out.start()
-        for link in self._links:
+        with self._closing:
+            links = list(self._links)
+        for link in links:
             link.set_timeout(None)
-        watch(self._links, lambda: self.abandon("the connection to another stage has ended"))
+        if links:
+            watch(links, lambda: self.abandon("the connection to another stage has ended"))
+        self._check()  # it may have been abandoned since its last connection was made
 
     def _own(self, link: Link) -> Link:
         """Keep a new connection; it ends at once where the transport was abandoned meanwhile."""
@@ -222,6 +226,10 @@ class P2PTransport:
 
     def close(self) -> None:
         self.abandon("closed")
+        assert self._closed is not None
+        for end in (self._chunks_out, self._chunks_in):
+            if end is not None:  # made since the transport was abandoned
+                end.close(self._closed)
         for ending in (*self._aborting, self._chunks_out, self._chunks_in):
             if ending is not None:
                 ending.join(_JOIN_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 
 import pytest
@@ -23,6 +24,7 @@ from transport_peers import (
 
 from qsa.actors.transport import HiddenMessage, TransportClosed, TransportSpec, choose_transport
 from qsa.actors.transport import make_transport as make_by_name
+from qsa.actors.transport_lanes import FrameSender
 from qsa.errors import ConfigError
 
 DTYPES = ["float32", "bfloat16"]
@@ -264,6 +266,35 @@ def test_close_twice_and_before_a_connection(kind):
     transport.close()
     with pytest.raises(TransportClosed):
         transport.take_answer()
+
+
+def own_threads():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("qsa-")}
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_closed_transport_leaves_no_thread(num_stages):
+    before = own_threads()
+    for transport in make_pipeline("sockets", num_stages):
+        transport.close()
+    wait_until(lambda: own_threads() <= before, 2)
+
+
+def test_a_transport_that_is_abandoned_while_it_connects_says_so_and_leaves_nothing(monkeypatch):
+    before = own_threads()
+    transports = [make_transport("sockets", make_spec("sockets", stage)) for stage in range(2)]
+
+    class Abandoned(FrameSender):
+        def __init__(self, *args):
+            super().__init__(*args)
+            transports[0].abandon()
+
+    monkeypatch.setattr("qsa.actors.transport_p2p.FrameSender", Abandoned)
+    with pytest.raises(TransportClosed, match="stage 0 was closed: abandoned"):
+        connect_all(transports)
+    for transport in transports:
+        transport.close()
+    wait_until(lambda: own_threads() <= before, 2)
 
 
 @pytest.mark.parametrize("change", [{"secret": b"another"}, {"epoch": 8}], ids=lambda change: next(iter(change)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import threading
 import time
@@ -112,3 +113,35 @@ def test_an_end_wakes_who_sends_more_than_is_read(ends):
     assert not sender.ended(0.2)
     near.shutdown()
     assert sender.ended(0.1) and isinstance(sender.error, TransportClosed)
+
+
+def test_a_stranger_who_talks_slowly_is_sent_away(listener, monkeypatch):
+    monkeypatch.setattr("qsa.actors.transport_link.HANDSHAKE_S", 0.3)
+    with socket.create_connection(listener.address.split(":")) as slow:
+        began = time.monotonic()
+
+        def talk():
+            while time.monotonic() < began + 2:
+                slow.sendall(b"x")
+                time.sleep(0.05)
+
+        with pytest.raises(ConnectionError):
+            talk()
+        assert time.monotonic() < began + 1
+
+
+def test_a_listener_outlives_a_moment_without_file_descriptors(listener):
+    time.sleep(0.05)  # until it listens
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    last = os.dup(0)
+    os.close(last)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, hard))
+    try:
+        stranger = socket.create_connection(listener.address.split(":"))  # takes the last one
+        time.sleep(0.1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with stranger:
+        link = dial(listener)
+        assert list(listener.links(time.monotonic() + 2)) == [FRAMES]
+        link.close()
