@@ -290,12 +290,15 @@ class StageActor:
             steps=self._num_steps,
             tokens=self._num_tokens,
             running_s=self.ping().running_s,
+            sent_bytes=steps.sent_bytes,
         )
 
     def reset_stats(self) -> None:
         """Begin counting at zero, after a warm-up."""
         self._clock.reset()
         self._num_steps, self._num_tokens = 0, 0
+        if self._steps is not None:
+            self._steps.forget_sent()
 
     def start_trace(self) -> None:
         """Keep the spans of time that the clock measures, the newest ones."""

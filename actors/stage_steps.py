@@ -112,6 +112,7 @@ class StageSteps:
             self.model = build(spec)
         self.clock, self.timer = clock, make_timer(clock, self._device)
         self.transport: Transport | None = None
+        self._sent_before = 0  # bytes, of earlier transports
         self._sparse_ids: dict[int, int] = {}  # slot -> its sequence's configuration
 
     def capacity(self) -> StageCapacity:
@@ -245,7 +246,18 @@ class StageSteps:
         """Let go of the transport. Calling it again does nothing."""
         transport, self.transport = self.transport, None
         if transport is not None:
+            self._sent_before += transport.stats.sent_bytes
             transport.close()
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of hidden states that have left the stage since it was loaded, or since `forget_sent`. Any thread."""
+        transport = self.transport
+        return self._sent_before + (0 if transport is None else transport.stats.sent_bytes)
+
+    def forget_sent(self) -> None:
+        """Count them from zero."""
+        self._sent_before -= self.sent_bytes
 
     @property
     def is_last(self) -> bool:

@@ -50,8 +50,6 @@ class LinkStats(Protocol):
     """What a transport counts, of which this is read here."""
 
     @property
-    def sent_bytes(self) -> int: ...
-    @property
     def in_flight(self) -> int: ...
 
 
@@ -77,8 +75,14 @@ def stage_stats(
     steps: int,
     tokens: int,
     running_s: float,
+    sent_bytes: int,
 ) -> StageStats:
-    """A stage's statistics, with where its time went from its clock. `link`: its transport; None where nothing is connected."""
+    """A stage's statistics, with where its time went from its clock.
+
+    Args:
+        link:       its transport; None where nothing is connected.
+        sent_bytes: over this and all earlier transports, which each begin at zero.
+    """
     seconds = clock.seconds()
     busy_s, transfer_s, wait_s = sum(seconds[k] for k in BUSY), sum(seconds[k] for k in TRANSFER), seconds["wait"]
     total_s = busy_s + transfer_s + wait_s
@@ -97,7 +101,7 @@ def stage_stats(
         transfer_s=transfer_s,
         idle_share=wait_s / total_s if total_s else 0.0,
         in_flight=0 if link is None else link.stats.in_flight,
-        sent_bytes=0 if link is None else link.stats.sent_bytes,
+        sent_bytes=sent_bytes,
         transport="" if link is None else link.name,
     )
 

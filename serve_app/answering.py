@@ -315,6 +315,8 @@ class Api:
         self.metrics.in_flight.dec()
         if isinstance(error, ClientGone):
             self.metrics.disconnects.inc()
+        elif isinstance(error, Exception):
+            self.metrics.stream_errors.inc()
         await self._end(generation)
 
     async def _end(self, generation: Generation) -> None:

@@ -58,7 +58,7 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, Resul
 class EventStream(Response):
     """Sends events as they come. It ends with [DONE] in every case in which the client is still there.
 
-    `on_end` is called once, with the exception that ended the stream or None.
+    `on_end` is called once, with the exception that ended the stream, also one that the client was told of, or None.
     """
 
     media_type = "text/event-stream"
@@ -71,6 +71,7 @@ class EventStream(Response):
         self.body = b""
         self._events = events
         self._on_end = on_end
+        self._told: Exception | None = None
         # X-Accel-Buffering: reverse proxies must not collect what is meant to be seen at once
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self.raw_headers = [item for item in self.raw_headers if item[0] != b"content-length"]
@@ -88,7 +89,7 @@ class EventStream(Response):
         finally:
             await self._events.aclose()
             if self._on_end is not None:
-                result = self._on_end(error)
+                result = self._on_end(error or self._told)
                 if result is not None:
                     await result
 
@@ -100,6 +101,7 @@ class EventStream(Response):
             async for text in self._events:
                 await write(text)
         except Exception as error:
+            self._told = error
             if not is_foreseen(error):
                 logger.exception("a stream failed")
             await write(event(as_api_error(error).body))

@@ -90,6 +90,27 @@ def test_a_released_slot_gives_its_chunks_back_and_can_be_opened_again(stages):
     assert stages[0].stats().pool.num_free == stages[1].stats().pool.num_free == whole - held
 
 
+def test_sent_bytes_count_from_ready_and_go_on_with_another_link(stages):
+    def send(step):
+        run(stages, StepPlan(0, step, 0, (prefill("a", 0, [21] * 10),), open_slots=((0, 1),)))
+        stages[0].release(0, (0,))
+        stages[1].release(0, (0,))
+
+    send(0)
+    one = stages[0].stats().sent_bytes
+    assert one > 0
+    stages[0].reset_stats()
+    assert stages[0].stats().sent_bytes == 0
+    send(1)
+    assert stages[0].stats().sent_bytes == one
+    for stage in stages:
+        stage.reset(0)
+        assert stage.stats().sent_bytes == (one if stage is stages[0] else 0)
+        stage.open_link(2, "object_store", b"")
+    send(2)
+    assert stages[0].stats().sent_bytes == 2 * one
+
+
 def test_plans_and_releases_of_an_older_epoch_are_late(stages):
     first = StepPlan(3, 0, 0, (prefill("a", 0, [41]),), open_slots=((0, 1),))
     run(stages, first)

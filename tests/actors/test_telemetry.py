@@ -8,7 +8,7 @@ from qsa.actors.stage_clock import StageClock
 from qsa.actors.telemetry import stage_stats
 from qsa.memory.pool_stats import PoolStats
 
-COUNTS = dict(stage=0, layers=(0, 1), device="cpu", pid=1, weight_bytes=0, steps=1, tokens=1, running_s=0.0)
+COUNTS = dict(stage=0, layers=(0, 1), device="cpu", pid=1, weight_bytes=0, steps=1, tokens=1, running_s=0.0, sent_bytes=4096)
 
 
 def stats_of(clock, link):
@@ -19,7 +19,7 @@ def test_times_by_kind_and_what_is_in_flight():
     clock = StageClock()
     for kind, seconds in (("compute", 2.0), ("chunk", 3.0), ("sample", 1.0), ("wait", 3.0), ("send", 0.5), ("receive", 0.5)):
         clock.add(kind, 0, 0, 100.0, 100.0 + seconds)
-    link = SimpleNamespace(name="p2p", stats=SimpleNamespace(in_flight=2, sent_bytes=4096))
+    link = SimpleNamespace(name="p2p", stats=SimpleNamespace(in_flight=2))
 
     stats = stats_of(clock, link)
 

@@ -115,7 +115,10 @@ def test_an_error_in_mid_stream_is_one_event_then_done(serve_api, step):
     assert "scripted failure" in events[-2]["error"]["message"]
     assert set(events[-2]["error"]) == {"message", "type", "param", "code"}
     assert sum("error" in e for e in events if isinstance(e, dict)) == 1
+    assert "qsa_http_stream_errors_total 1.0" in server.get("/metrics").text
     assert server.chat().status_code == 500
+    assert server.stream_chat(max_tokens=1)[-1] == "[DONE]"
+    assert "qsa_http_stream_errors_total 1.0" in server.get("/metrics").text
 
 
 def test_a_model_that_raises_before_anything_is_an_http_status(serve_api):
