@@ -23,7 +23,7 @@ from qsa.actors.output_poller import OutputPoller
 from qsa.actors.placement import EngineActors, place, plan_engine, start_actors
 from qsa.actors.ray_errors import engine_error, is_lost
 from qsa.actors.scheduler_keeper import KeeperEvents, RemoteScheduler, SchedulerKeeper
-from qsa.actors.stage_clock import Span
+from qsa.actors.stage_clock import Span, unpack_spans
 from qsa.actors.stage_steps import ModelBuilder, build_model
 from qsa.actors.telemetry import EngineStats, Health, StageStart, WarmUpProgress
 from qsa.actors.warm_up import NUM_TOKENS, ReportProgress, send_first_requests, warm_stages
@@ -283,8 +283,8 @@ class Engine:
 
     async def take_trace(self) -> list[list[Span]]:
         """The spans of every stage since `start_trace`."""
-        spans: list[list[Span]] = await self._ask(self._scheduler.take_trace.remote())
-        return spans
+        stages: list[bytes] = await self._ask(self._scheduler.take_trace.remote())
+        return await asyncio.to_thread(lambda: [unpack_spans(spans) for spans in stages])
 
     async def health(self) -> Health:
         """Whether the engine can answer; never waits for the stages, nor long for the scheduler."""

@@ -233,8 +233,8 @@ class SchedulerActor:
         """Let every stage keep the spans of its time."""
         await self._ask_stages("start_trace")
 
-    async def take_trace(self) -> list[list[Any]]:
-        """Every stage's spans since `start_trace`."""
+    async def take_trace(self) -> list[bytes]:
+        """Every stage's spans since `start_trace`, as `StageActor.take_trace` gives them."""
         return await self._ask_stages("take_trace")
 
     async def health(self) -> Health:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from qsa.actors.process import this_process
-from qsa.actors.stage_clock import Span, StageClock
+from qsa.actors.stage_clock import StageClock, pack_spans
 from qsa.actors.stage_spec import StageSpec
 from qsa.actors.telemetry import StagePing, StageStart, StageStats, WarmUpProgress, stage_stats
 from qsa.errors import StageLostError
@@ -304,9 +304,9 @@ class StageActor:
         """Keep the spans of time that the clock measures, the newest ones."""
         self._clock.start_trace()
 
-    def take_trace(self) -> list[Span]:
-        """The spans since `start_trace`; none are kept after that."""
-        return self._clock.take_trace()
+    def take_trace(self) -> bytes:
+        """The spans since `start_trace`, for `unpack_spans`; none are kept after that."""
+        return pack_spans(self._clock.take_trace())
 
     def close(self) -> None:
         """Give weights and KV back. Calling it again does nothing."""

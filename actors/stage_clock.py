@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+import msgpack
 
 Kind = Literal["compute", "chunk", "sample", "wait", "send", "receive"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -37,6 +40,17 @@ class Span:
     @property
     def seconds(self) -> float:
         return self.end_s - self.begin_s
+
+
+def pack_spans(spans: Sequence[Span]) -> bytes:
+    """Spans as bytes to travel as: a full trace as objects would hold up each process on its way for seconds."""
+    packed: bytes = msgpack.packb([(KINDS.index(s.kind), s.lane, s.step, s.begin_s, s.end_s) for s in spans])
+    return packed
+
+
+def unpack_spans(data: bytes) -> list[Span]:
+    """The inverse of `pack_spans`."""
+    return [Span(KINDS[kind], *place) for kind, *place in msgpack.unpackb(data)]
 
 
 class StageClock:

@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from qsa.actors.stage_clock import KINDS, Span, StageClock
+from qsa.actors.stage import StageActor
+from qsa.actors.stage_clock import KINDS, Span, StageClock, unpack_spans
 
 
 def test_a_span_counts_for_its_kind_alone():
@@ -101,6 +102,18 @@ def test_a_trace_is_taken_while_the_step_thread_goes_on():
     finally:
         stop.set()
         thread.join()
+
+
+def test_a_trace_travels_as_bytes():
+    """As objects a full one would hold up the scheduler for seconds, and with it every stream."""
+    actor = StageActor(None)
+    actor.start_trace()
+    for step, kind in enumerate(KINDS):
+        actor._clock.add(kind, step % 3 - 1, step, 1.7e9 + step / 7, 1.7e9 + step / 6)
+    spans = list(actor._clock._trace)
+    data = actor.take_trace()
+    assert isinstance(data, bytes) and unpack_spans(data) == spans and len(spans) == len(KINDS)
+    assert unpack_spans(actor.take_trace()) == []
 
 
 def test_a_span_costs_microseconds():
