@@ -16,7 +16,7 @@ from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from qsa.actors.scheduler_actor import SchedulerActor
+from qsa.actors.placed_scheduler import NAMESPACE, PlacedScheduler
 from qsa.actors.scheduler_spec import SchedulerSpec
 from qsa.actors.stage import StageActor
 from qsa.actors.stage_spec import StageSpec
@@ -30,19 +30,11 @@ from qsa.model.layer_times import LayerTimes
 from qsa.plan import MemoryPlan, find_calibration, model_len, plan_memory, sparse_configs
 from qsa.split import plan_split
 
-NAMESPACE = "qsa"  # of all named actors, whatever namespace the driver has
 SCHEDULER_CPUS = 0.25
 
 _remote: Any = ray.remote  # its annotations do not know concurrency groups
 _RESTARTS = {"max_restarts": -1, "max_task_retries": 0}  # a lost process is started again; its calls are lost with it
 _STAGE_GROUPS = {"control": 2, "results": 1, "link": 1}
-
-
-class PlacedScheduler(SchedulerActor):
-    """Finds its stages by name: the arguments of an actor that may be started again have to be plain values."""
-
-    def __init__(self, spec: SchedulerSpec, stage_names: Sequence[str]) -> None:
-        super().__init__(spec, [ray.get_actor(name, NAMESPACE) for name in stage_names])
 
 
 _Scheduler = _remote(**_RESTARTS)(PlacedScheduler)

@@ -14,7 +14,7 @@ import ray
 from benchmarks.pipeline_models import EmptyModel
 from benchmarks.timing import timing_of
 from qsa.actors.engine import Engine
-from qsa.actors.placement import NAMESPACE
+from qsa.actors.placed_scheduler import NAMESPACE
 from qsa.config import EngineConfig, make_config
 from qsa.engine_pace import read_all
 from qsa.errors import QSAError

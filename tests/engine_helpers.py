@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ray.util import list_named_actors, state
 
-from qsa.actors.placement import NAMESPACE
+from qsa.actors.placed_scheduler import NAMESPACE
 from qsa.config import make_config
 from qsa.scheduler.request import SamplingParams
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import ray
-from engine_helpers import collect, engine_actors, greedy, scripted_config, until_free, wait_until
+from engine_helpers import actor_pid, collect, engine_actors, greedy, scripted_config, until_free, wait_until
 from ray.util import state
 from scripted_stage import (
     DRAG,
@@ -237,6 +239,15 @@ def test_actors_have_telling_names_and_reprs(scripted):
     found = {a.name: a.repr_name for a in state.list_actors(filters=[("state", "=", "ALIVE")], detail=True)}
     assert found["qsa/test/scripted/stage0"] == "Stage0(layers 0 to 16, cpu)"
     assert found["qsa/test/scripted/scheduler"] == "Scheduler(2 stages, 2 lanes)"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_the_scheduler_starts_without_torch(scripted):
+    """It would take its process three times as long to start, and to start again."""
+    loaded = {
+        actor: Path(f"/proc/{actor_pid(f'qsa/test/scripted/{actor}')}/maps").read_text() for actor in ("scheduler", "stage0")
+    }
+    assert "libtorch" in loaded["stage0"] and "libtorch" not in loaded["scheduler"]
 
 
 # start and end
