@@ -395,36 +395,6 @@ def test_demo_answers_from_the_document_and_leaves_nothing(tmp_path):
     assert not wait_until_gone(started)
 
 
-@pytest.mark.ray
-def test_an_interrupted_server_stops_in_order():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "qsa.cli", "serve", "--stages", "1", "--port", str(port)]
-    child = subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a run in the background ignores it
-    )
-    started: set[int] = set()
-    lines = []
-    assert child.stderr is not None
-    for line in child.stderr:
-        lines.append(line)
-        started |= descendants(child.pid)
-        if "Ctrl-C stops" in line:
-            break
-    assert lines and f"http://127.0.0.1:{port}" in lines[-1], "".join(lines)
-    started |= descendants(child.pid)
-    child.send_signal(signal.SIGINT)
-    assert child.wait(60) in (0, 130)
-    assert not wait_until_gone(started)
-
-
 STOPPED_WHILE_STARTING = """
 import sys, time
 from qsa import cli

@@ -101,27 +101,41 @@ def listening_addresses(pids: set[int]) -> set[str]:
 @pytest.mark.ray
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_serve_listens_on_loopback_only_and_leaves_nothing(tmp_path):
+def test_serve_listens_on_loopback_only_and_leaves_nothing_after_ctrl_c(tmp_path):
+    """What SIGTERM does is tested with the demo, whose server is stopped by it."""
     (port,) = free_ports(1)
     mark = f"QSA_TEST_MARK={uuid4().hex}"
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     env |= dict([mark.split("=")]) | {"HOME": str(tmp_path)}  # Ray's token goes there
-    command = [sys.executable, "-m", "qsa.cli", "serve", "--port", str(port), "--set", "cache.device_bytes=134217728"]
+    command = [sys.executable, "-m", "qsa.cli", "serve", "--stages", "1", "--port", str(port)]
     log = tmp_path / "log"
     with log.open("w") as file:
-        server = subprocess.Popen(command, env=env, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        server = subprocess.Popen(
+            [*command, "--set", "cache.device_bytes=134217728"],
+            env=env,
+            cwd=ROOT,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a run in the background ignores it
+        )
     try:
-        wait_until(lambda: server.poll() is not None or "serving" in log.read_text(), 120)
+        wait_until(lambda: server.poll() is not None or "Ctrl-C stops" in log.read_text(), 120)
         assert server.poll() is None, log.read_text()
         url = f"http://127.0.0.1:{port}"
+        assert url in log.read_text().splitlines()[-1]
         answer = requests.post(url + "/v1/completions", json={"prompt": "Once upon", "max_tokens": 3}, timeout=30)
         assert answer.status_code == 200, answer.text
-        addresses = listening_addresses(processes_with(mark))
+        processes = processes_with(mark)
+        assert len(processes) > 4, "a stage, a scheduler, a replica and Ray itself are processes"
+        addresses = listening_addresses(processes)
         # 127.0.0.0/8, in IPv4 and mapped to IPv6, and ::1; the kernel writes the bytes of a word in reverse
         ours = [a for a in addresses if not (a.endswith("7F") and (len(a) == 8 or a.startswith("0" * 16 + "FFFF0000")))]
         assert set(ours) <= {"0" * 24 + "01000000"}, f"listens beyond loopback: {ours}"
         assert len(addresses) >= 1
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) in (0, 130), log.read_text()
+        wait_until(lambda: not processes_with(mark), 20)
     finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait(60)
-    wait_until(lambda: not processes_with(mark), 20)
+        if server.poll() is None:
+            server.terminate()
+            server.wait(60)
