@@ -143,7 +143,9 @@ def soak(num_faults: int, seed: int, **settings) -> None:
         print(f"seed {seed}, {time.monotonic() - began:.0f} s: {dict(work.count)}; from fault to health: median", end=" ")
         print(f"{times[len(times) // 2]:.1f} s, longest {times[-1]:.1f} s")
         assert work.count["right"] > num_faults / 2
-        assert len(work.errors) <= num_faults / 10, work.errors
+        # a request is given up when its stage is lost under the same step of it again and again, which three faults in a row
+        # at a bad moment do to one that is innocent: rare, and so not never
+        assert len(work.errors) <= max(2, num_faults / 10), work.errors
 
 
 def test_a_few_faults(ray_driver):
