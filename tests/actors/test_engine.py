@@ -267,7 +267,7 @@ def test_three_stages_say_the_same_as_two(ray_driver):
         ({}, build_failing, CheckpointError, "blk.7.attn_q.weight"),
         ({"model": {"path": "/nowhere/model.gguf"}}, build_scripted, CheckpointError, "/nowhere/model.gguf"),
         ({"cache": {"device_bytes": 1 << 50}}, build_scripted, BudgetError, "cache.device_bytes"),
-        ({"pipeline": {"cpus_per_stage": 500, "start_timeout_s": 2.0}}, build_scripted, ConfigError, "reserves 1000"),
+        ({"pipeline": {"cpus_per_stage": 500, "start_timeout_s": 0.5}}, build_scripted, ConfigError, "reserves 1000"),
         ({"model": {"max_model_len": 10**6}}, build_scripted, ConfigError, "max_model_len"),
     ],
     ids=["weights", "path", "budget", "resources", "length"],
@@ -306,22 +306,21 @@ def test_an_engine_that_was_not_warmed_up_refuses_until_it_is(ray_driver):
         assert asyncio.run(collect(engine, [3], greedy(2)))[0] == expected_tokens([3], 2)
 
 
-@pytest.mark.parametrize(
-    ("build", "settings", "error", "words"),
-    [
-        (build_cold, {}, BudgetError, r"cache\.device_bytes"),
-        (
-            build_slow,
-            {"pipeline": {"start_timeout_s": 8.0}},
-            EngineDeadError,
-            r"stood still for 8 s.*0/10: kernel 0.*start_tim",
-        ),
-    ],
-)
-def test_a_warm_up_that_fails_says_why_and_leaves_nothing(ray_driver, build, settings, error, words):
+def test_a_warm_up_that_fails_says_why_and_leaves_nothing(ray_driver):
     before = engine_actors()
-    with pytest.raises(error, match=words):
-        Engine.start(scripted_config(**settings), build=build)
+    with pytest.raises(BudgetError, match=r"cache\.device_bytes"):
+        Engine.start(scripted_config(), build=build_cold)
+    wait_until(lambda: engine_actors() == before)
+
+
+def test_a_warm_up_that_stands_still_is_given_up(ray_driver):
+    before = engine_actors()
+    engine = Engine.start(scripted_config(), build=build_slow, warm_up=False)
+    engine.config = scripted_config(
+        pipeline={"start_timeout_s": 3.0}
+    )  # too short for the processes' own start, on a busy machine
+    with pytest.raises(EngineDeadError, match=r"stood still for 3 s.*0/10: kernel 0.*start_tim"):
+        engine.warm_up()
     wait_until(lambda: engine_actors() == before)
 
 
