@@ -20,6 +20,7 @@ from qsa.errors import EngineDeadError, EngineRecoveringError
 from qsa.scheduler.request import FinishReason
 
 TICK_S = 0.05
+NUM_TOKENS = 150  # of streams: with those that take a while for each, still some half a second after the fault
 LIMITS = RecoveryLimits(total_s=5, reset_s=0.5, silent_s=0.3, starting_s=1.0, ask_s=0.01)
 
 
@@ -104,7 +105,7 @@ def test_a_stream_goes_on_with_the_same_text(run, victim, how):
     async def scenario(h):
         prompts = {"a": [7] * 200, "b": [DRAG], "c": [9] * 3}
         for name, prompt in prompts.items():
-            await h.submit(name, prompt, max_tokens=400)
+            await h.submit(name, prompt, max_tokens=NUM_TOKENS)
         await h.until(lambda: len(h.tokens.get("b", ())) > 30)
         getattr(h.stages[victim], how)()
         await h.until(lambda: h.actor._recovering is not None)
@@ -115,7 +116,7 @@ def test_a_stream_goes_on_with_the_same_text(run, victim, how):
         await h.submit("new", [5], max_tokens=3)  # waits
         prompts_now = prompts | {"new": [5]}
         await h.until(lambda: len(h.ends) == 4, 15)
-        h.check({name: prompts[name] for name in prompts}, 400)
+        h.check({name: prompts[name] for name in prompts}, NUM_TOKENS)
         assert h.tokens["new"] == expected_tokens([5], 3) and len(prompts_now) == 4
         await h.until_free()
         assert [stage.num_starts for stage in h.stages] == [1 + (n == victim) for n in range(2)]
