@@ -17,6 +17,7 @@ from qsa.scheduler.policy import decode_turns, longest_burst, plan_chunk, plan_d
 from qsa.scheduler.rates import Rates, RunningMean
 from qsa.scheduler.request import FinishReason, Request, RequestOutput, TokenOutput
 from qsa.scheduler.sequence import SequenceState
+from qsa.scheduler.trials import Trials
 
 __all__ = ["Scheduler", "SchedulerCounters", "StageCapacity"]
 
@@ -58,6 +59,7 @@ class Scheduler:
         self.epoch = 0
         self._places = Places(self._meter, max_sequences, growth_horizon)
         self._flights = Flights()
+        self._trials = Trials(self._flights, self._places, self._prefill_chunk)
         self._outputs: list[RequestOutput] = []
         self._rates = Rates()
         self._prior_hit_rate = RunningMean()
@@ -116,10 +118,10 @@ class Scheduler:
         if flights.burst is not None:
             return None
         self._admit()
-        on_trial = self._next_on_trial()
+        on_trial = self._trials.next()
         if on_trial is not None and (len(flights) or not on_trial.can_decode):
             return None  # nothing new until it can go on alone
-        decodes = [s for s in places.running.values() if s.can_decode and not self._must_be_alone(s)]
+        decodes = [s for s in places.running.values() if s.can_decode and not self._trials.must_be_alone(s)]
         candidates = decodes if on_trial is None else [on_trial]
         if not candidates:
             return None
@@ -129,8 +131,7 @@ class Scheduler:
         has_prompts = bool(flights.chunks) or any(s.can_chunk and not s.is_stalled for s in places.running.values())
         wanted = self._short_burst() if has_prompts else self._burst_steps
         wanted = min(wanted, max(s.final_len - s.planned_len for s in chosen))
-        if len(places.running) > 1 and any(s.num_restarts for s in chosen):
-            wanted = min(wanted, max(1, min(s.furthest - s.planned_len for s in chosen if s.num_restarts)))
+        wanted = min(wanted, self._trials.most_steps(chosen) or wanted)
         num_steps = longest_burst(wanted, lambda steps: places.has_room(chosen, steps))
         num_lanes = min(self._lanes, len(chosen))
         lanes = [chosen[lane::num_lanes] for lane in range(num_lanes)]
@@ -150,13 +151,15 @@ class Scheduler:
         running = places.running.values()
         if len(flights.chunks) > len(self._meter.pools) or not any(s.can_chunk for s in running):
             return None
-        on_trial = self._next_on_trial()
+        on_trial = self._trials.next()
         if on_trial is not None and (len(flights) or not on_trial.can_chunk):
             return None
         has_decodes = flights.burst is not None or any(s.can_decode and not s.is_stalled for s in running)
         if on_trial is None and has_decodes and not self._is_chunk_due:
             return None
-        candidates = [s for s in running if s.can_chunk and not self._must_be_alone(s)] if on_trial is None else [on_trial]
+        candidates = (
+            [s for s in running if s.can_chunk and not self._trials.must_be_alone(s)] if on_trial is None else [on_trial]
+        )
         is_busy = flights.burst is not None or any(not s.is_prefill for s in running)
         size = self._busy_chunk if is_busy else self._prefill_chunk
         chosen = places.decide(
@@ -296,26 +299,6 @@ class Scheduler:
 
     def _admit(self) -> None:
         self._outputs += [sequence.output() for sequence in self._places.admit(self._clock())]
-
-    def _next_on_trial(self) -> SequenceState | None:
-        """Who must go on alone now; in flight already, or the strongest of those that can.
-
-        Who lacks chunks lets others go first, but for the strongest of all, to whom everybody gives way.
-        """
-        under_way = next((s for s in self._flights.sequences() if s.is_on_trial), None)
-        if under_way is not None:
-            return under_way
-        running = self._places.running.values()
-        able = [s for s in running if self._must_be_alone(s) and (s.can_decode or s.can_chunk)]
-        strongest = min(running, key=lambda s: s.rank, default=None)
-        ready = [s for s in able if s is strongest or self._places.fits(s, self._next_end(s))]
-        return min(ready, key=lambda s: s.rank, default=None)
-
-    def _must_be_alone(self, sequence: SequenceState) -> bool:
-        return sequence.is_on_trial and len(self._places.running) > 1
-
-    def _next_end(self, sequence: SequenceState) -> int:
-        return sequence.chunk_end(self._prefill_chunk) if sequence.can_chunk else sequence.burst_end(1)
 
     def _short_burst(self) -> int:
         return min(self._burst_steps, decode_turns(self._rates.chunk_ms.value, self._rates.decode_ms.value))
