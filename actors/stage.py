@@ -214,7 +214,7 @@ class StageActor:
 
         self._take_epoch(epoch)
         try:
-            follow(self._loaded(), self._note_working)
+            follow(self._loaded(), self._note_working, self._count_tokens)
         finally:
             self._note_working(False)
 
@@ -229,8 +229,11 @@ class StageActor:
         self._epoch = epoch
 
     def _note_working(self, is_working: bool) -> None:
+        self._num_steps += not is_working and self._working_since is not None  # it is also said once more at a burst's end
         self._working_since = time.perf_counter() if is_working else None
-        self._num_steps += not is_working
+
+    def _count_tokens(self, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
 
     # concurrency group `results`
 

@@ -162,11 +162,15 @@ def _drive_alone(steps: StageSteps, burst: Burst, report: Report, working: Progr
         lanes.rotate(-1)
 
 
-def follow(steps: StageSteps, working: Progress) -> None:
+def follow(steps: StageSteps, working: Progress, count: Callable[[int], None]) -> None:
     """Run a burst on any other stage, until the frame that ends it.
 
     The last stage on a card launches a step whose frame has come while the card still chooses the tokens of the step before,
     so that the card never waits for the host between two steps.
+
+    Args:
+        working: as `drive` takes it.
+        count:   told the tokens of each step that has come this far.
 
     Raises:
         TransportClosed: another stage is gone.
@@ -189,6 +193,7 @@ def follow(steps: StageSteps, working: Progress) -> None:
         working(True)
         frame = Frame.from_bytes(header)
         plan = StepPlan.from_bytes(frame.plan)
+        count(plan.num_tokens if frame.error is None else 0)
         if steps.is_last:
             launched.append(_launch_last(steps, plan, frame, hidden))
         else:

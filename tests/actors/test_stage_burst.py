@@ -106,6 +106,10 @@ def test_bursts_give_every_sequence_its_tokens(num_stages, transport):
                 assert numbers == list(range(numbers[0], numbers[0] + steps))
         for slot, prompt in prompts.items():
             assert s._open[slot][len(prompt) :] == expected_tokens(prompt, len(s._open[slot]) - len(prompt))
+        for stage in s.stages:  # each counts the same, prompts and bursts
+            stats = await stage.stats.remote()
+            assert stats.steps == len(prompts) + 2 * 17 + 2 * 5 + 3 + 2 * 1
+            assert stats.tokens == sum(map(len, prompts.values())) + 5 * 17 + 4 * 5 + 3 + 4 * 1
 
     play(scenario, num_stages, transport)
 
