@@ -44,7 +44,7 @@ class Linker:
         """setting: `pipeline.transport`."""
         self._stages, self._setting, self._device = list(stages), setting, device
         self._secret = secrets.token_bytes(32)
-        self._number = 0
+        self._number = secrets.randbits(48)  # stages may still be sent frames that a lost scheduler's links left behind
 
     async def link(self) -> Link:
         """Give every stage a new transport and connect them.

@@ -136,6 +136,18 @@ def test_a_cut_ends_a_burst_after_the_steps_under_way(transport):
     play(scenario, transport=transport)
 
 
+def test_frames_of_a_lost_schedulers_link_are_not_taken_for_its_successors():
+    async def scenario(s):
+        lost = s._linker._number
+        for stage in s.stages:
+            await stage.reset.remote(1_000_000)
+        s._linker = Linker(s.stages, "object_store", "cpu")  # as a new process has it
+        await s._linker.link()
+        assert not await asyncio.wrap_future(s.stages[1].deliver.remote(lost, "frame0", b"late", None).future())
+
+    play(scenario)
+
+
 def test_rows_that_end_drop_out_and_the_others_go_on():
     async def scenario(s):
         for slot in range(2):
