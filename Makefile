@@ -24,7 +24,7 @@ serve: $(VENV)/installed ## install, stay up as an OpenAI-style server on 127.0.
 	@$(BIN)/qsa serve $(ARGS)
 
 test: $(VENV)/installed-test ## install what the tests need, run them
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python $(if $(ARGS),-m pytest $(ARGS),tests/in_two_processes.py)
 
 check: $(VENV)/installed-test ## formatting, lint, types, import arrows
 	$(BIN)/ruff format --check .
