@@ -39,7 +39,7 @@ async def collect(engine, prompt, sampling, **more):
     return tokens, output
 
 
-async def until_free(engine, timeout_s=5.0):
+async def until_free(engine, timeout_s=30.0):
     """Wait until no request, slot or chunk is held anywhere; returns the statistics of that moment."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -77,7 +77,7 @@ def engine_actors() -> set[str]:
     return {actor["name"] for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE}
 
 
-def wait_until(condition, timeout_s=5.0):
+def wait_until(condition, timeout_s=30.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -193,7 +193,7 @@ def text_script(text: str, **options: Any) -> Script:
     return Script(tokens=[*text.encode(), 257], **options)
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
+def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
     """Poll a condition; fail when it does not come true in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -65,13 +65,13 @@ class Harness:
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens} | sampling)
         await self.actor.submit(client, request_id, np.array(prompt), params, 1, priority)
 
-    async def until(self, condition, timeout_s=5.0):
+    async def until(self, condition, timeout_s=20.0):
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"it did not happen; ends: {self.ends}"
             await asyncio.sleep(0.005)
 
-    async def all_free(self, timeout_s=2.0):
+    async def all_free(self, timeout_s=10.0):
         """Whether everything has been given back, which follows a request's end within a moment."""
         deadline = time.monotonic() + timeout_s
         while not (is_free := await self._is_free()) and time.monotonic() < deadline:

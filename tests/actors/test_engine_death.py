@@ -72,7 +72,7 @@ def test_streams_go_on_after_the_loss_of_a_stage(engine, victim, how):
         os.kill(before[victim], how)
         began = time.monotonic()
         while (health := await engine.health()).ok:
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 30
             await asyncio.sleep(0.02)
         assert not health.is_dead and f"stage {victim}" in health.reason
         late = asyncio.create_task(collect(engine, [11], greedy(3)))
@@ -135,7 +135,7 @@ def test_an_idle_engine_notices_and_comes_back(engine, victim):
         os.kill(pid, signal.SIGKILL)
         began = time.monotonic()
         while (health := await engine.health()).ok:
-            assert time.monotonic() - began < 5, "health stayed green"
+            assert time.monotonic() - began < 20, "health stayed green"
             await asyncio.sleep(0.02)
         assert "has died" in health.reason and not health.is_dead
         await until_healthy(engine)
@@ -198,11 +198,11 @@ def test_close_during_a_recovery_leaves_nothing(ray_driver):
             await asyncio.sleep(0.01)
         began = time.monotonic()
         engine.close()
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 5
         with pytest.raises(EngineDeadError, match="closed"):
             await request
         assert (await engine.health()).is_dead
-        wait_until(lambda: not any(map(is_running, pids)), 15)
+        wait_until(lambda: not any(map(is_running, pids)), 60)
         wait_until(lambda: not any("closing" in name for name in engine_actors()))
 
     with Engine.start(scripted_config(), name="test/closing", build=build_scripted) as engine:
@@ -224,5 +224,5 @@ def test_actors_end_with_the_process_that_owns_them(ray_driver):
     finally:
         owner.kill()
         owner.wait()
-    wait_until(lambda: not any(map(is_running, pids)), 15)
+    wait_until(lambda: not any(map(is_running, pids)), 60)
     wait_until(lambda: not any("owner" in name for name in engine_actors()))

@@ -26,16 +26,16 @@ def test_an_inner_span_takes_its_time_from_the_outer_one():
     began = time.perf_counter()
     with clock.span("chunk", 0, 1):
         with clock.span("receive", 0, 1):
-            time.sleep(0.03)
+            time.sleep(0.15)
         with clock.span("sample", 0, 1), clock.span("send", 0, 1):
             time.sleep(0.01)
     elapsed = time.perf_counter() - began
 
     seconds = clock.seconds()
 
-    assert seconds["receive"] >= 0.03 and seconds["send"] >= 0.01
-    assert seconds["chunk"] < 0.01 and seconds["sample"] < 0.005
-    assert sum(seconds.values()) == pytest.approx(elapsed, rel=0.05)
+    assert seconds["receive"] >= 0.15 and seconds["send"] >= 0.01
+    assert seconds["chunk"] < 0.1 and seconds["sample"] < 0.1
+    assert sum(seconds.values()) == pytest.approx(elapsed, abs=0.05)
 
 
 def test_a_span_that_fails_counts_and_passes_the_error_on():

@@ -69,7 +69,7 @@ def test_chunks_by_rays_direct_transport_twice(peers):
         ray.get([actor.close.remote() for actor in peers])
 
 
-@pytest.mark.parametrize(("name", "limit_s"), [("object_store", 8.0), ("p2p", 1.5)])  # one waits for Ray to notice
+@pytest.mark.parametrize(("name", "limit_s"), [("object_store", 40.0), ("p2p", 6.0)])  # one waits for Ray to notice
 def test_an_actor_that_dies_is_noticed(name, limit_s, ray_driver):
     import ray  # noqa: PLC0415
     from transport_actors import Peer  # noqa: PLC0415
@@ -82,7 +82,7 @@ def test_an_actor_that_dies_is_noticed(name, limit_s, ray_driver):
         time.sleep(0.2)
         began = time.monotonic()
         ray.kill(actors[1], no_restart=False)
-        assert ray.get(waiting, timeout=10).startswith("TransportClosed: ")
+        assert ray.get(waiting, timeout=60).startswith("TransportClosed: ")
         assert time.monotonic() - began < limit_s
     finally:
         for actor in actors:

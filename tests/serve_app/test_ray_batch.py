@@ -51,7 +51,7 @@ def assert_nothing_left(cluster) -> None:
         actors = list_actors(address=cluster.dashboard_url, filters=[("state", "=", "ALIVE")], limit=1000)
         return [a.name or a.class_name for a in actors if a.name.startswith("qsa/batch/") or a.class_name == "BatchWorker"]
 
-    wait_until(lambda: not living(), 20)
+    wait_until(lambda: not living(), 60)
 
 
 def test_submitted_as_a_ray_job(ray_cluster, prompts):

@@ -61,7 +61,7 @@ def test_a_model_that_is_not_there_is_told_before_ray_starts(tmp_path):
     began = time.monotonic()
     with pytest.raises(CheckpointError, match="missing"):
         serve_blocking(make_config({"model": {"path": str(tmp_path / "missing")}, "server": {"port": port}}))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
 
 
 def test_a_cluster_of_our_own_has_room_for_every_stage():

@@ -227,9 +227,9 @@ def test_sse_headers_keep_proxies_from_collecting(serve_api):
 
 
 def test_the_first_chunk_does_not_wait_for_the_first_token(serve_api):
-    server = serve_api(text_script("x", step_s=1.0))
+    server = serve_api(text_script("x", step_s=4.0))
     started = time.monotonic()
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
     with requests.post(server.url + "/v1/chat/completions", json=body, stream=True, timeout=5) as answer:
         next(answer.iter_lines())
-        assert time.monotonic() - started < 0.7
+        assert time.monotonic() - started < 3
