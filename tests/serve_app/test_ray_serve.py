@@ -71,12 +71,15 @@ class Deployed:
         return details["applications"].get(APP, {})
 
     def wait_until_running(self) -> None:
+        """And warm: where a warm-up takes long, as on a busy machine, the application is RUNNING before it answers."""
+
         def is_running() -> bool:
             status = self.status()
             assert status.get("status") != "DEPLOY_FAILED", status
             return status.get("status") == "RUNNING"
 
         wait_until(is_running, 120)
+        wait_until(lambda: requests.get(self.url + "/ready", timeout=30).status_code == 200, 120)
 
     def stats(self) -> dict[str, Any]:
         return requests.get(self.url + "/stats", timeout=10).json()
@@ -134,7 +137,8 @@ def test_serve_deploy_then_a_request(deployed):
 
 def test_eight_streams_at_once_equal_their_solo_runs(deployed):
     def stream(index: int) -> tuple[str, str]:
-        prompt = f"{DOCUMENT[: 40 + 350 * index]}\n\nWrite a story, number {index}."
+        length = 2500 if index == 7 else 40 + 80 * index  # one that is longer than a chunk
+        prompt = f"{DOCUMENT[:length]}\n\nWrite a story, number {index}."
         chunks = deployed.client.chat.completions.create(
             model="default",
             messages=[{"role": "user", "content": prompt}],
@@ -216,9 +220,9 @@ def test_a_redeploy_leaves_no_actor_and_no_process(deployed):
     results = []
     thread = threading.Thread(target=lambda: results.append(stream_events(deployed)))
     thread.start()
-    wait_until(lambda: deployed.stats()["scheduler"]["num_running"] == 1, 10)
+    wait_until(lambda: deployed.stats()["scheduler"]["num_running"] == 1, 30)
     deployed.deploy(pipeline={"num_stages": 1})
-    wait_until(lambda: not any(map(is_alive, before.values())), 30)
+    wait_until(lambda: not any(map(is_alive, before.values())), 90)
     after = deployed.actors()
     assert len(after) == 3 and not set(after) & set(before)
     deployed.ask()
@@ -239,7 +243,7 @@ def stream_under(deployed: Deployed, kill) -> list[str]:
     results, tokens = [], deployed.stats()["scheduler"]["generated_tokens"]
     thread = threading.Thread(target=lambda: results.append(stream_events(deployed, max_tokens=100)))
     thread.start()
-    wait_until(lambda: deployed.stats()["scheduler"]["generated_tokens"] > tokens + 8, 10)
+    wait_until(lambda: deployed.stats()["scheduler"]["generated_tokens"] > tokens + 8, 30)
     kill()
     thread.join(60)
     return results[0]
@@ -257,7 +261,7 @@ def test_streams_go_on_after_kill_9_of_a_stage(deployed):
 
     def kill():
         os.kill(stage, signal.SIGKILL)
-        wait_until(lambda: requests.get(deployed.url + "/health", timeout=5).status_code == 503, 10)
+        wait_until(lambda: requests.get(deployed.url + "/health", timeout=5).status_code == 503, 30)
 
     events = stream_under(deployed, kill)
     assert text_of(events) == text_of(undisturbed)
@@ -273,7 +277,7 @@ def test_kill_9_of_the_scheduler_ends_streams_and_heals(deployed):
     scheduler = next(pid for name, pid in before.items() if name.endswith("scheduler"))
     events = stream_under(deployed, lambda: os.kill(scheduler, signal.SIGKILL))
     assert events[-1] == "[DONE]" and '"error"' in events[-2] and sum('"error"' in event for event in events) == 1
-    wait_until(lambda: requests.get(deployed.url + "/ready", timeout=30).status_code == 200, 60)
+    wait_until(lambda: requests.get(deployed.url + "/ready", timeout=30).status_code == 200, 90)
     now = deployed.actors()
     assert {name.rpartition("/")[2] for name in now if before[name] != now[name]} == {"scheduler"}
     deployed.ask()
@@ -283,8 +287,8 @@ def test_kill_9_of_the_replica_leaves_nothing_and_heals(deployed):
     before = deployed.actors()
     replica = next(pid for name, pid in before.items() if name.startswith("SERVE_REPLICA"))
     os.kill(replica, signal.SIGKILL)
-    wait_until(lambda: not any(map(is_alive, before.values())), 20)
-    wait_until(lambda: len(set(deployed.actors()) - set(before)) == len(before), 60)
+    wait_until(lambda: not any(map(is_alive, before.values())), 60)
+    wait_until(lambda: len(set(deployed.actors()) - set(before)) == len(before), 120)
     deployed.wait_until_running()
     deployed.ask()
 
@@ -292,11 +296,11 @@ def test_kill_9_of_the_replica_leaves_nothing_and_heals(deployed):
 def test_deleting_the_application_leaves_nothing(deployed):
     before = deployed.actors()
     deployed.command(sys.executable, "-c", f"from ray import serve; import ray; ray.init(); serve.delete({APP!r})")
-    wait_until(lambda: not any(map(is_alive, before.values())) and not deployed.actors(), 30)
+    wait_until(lambda: not any(map(is_alive, before.values())) and not deployed.actors(), 90)
 
 
 def test_an_engine_that_cannot_start_fails_the_deployment_with_its_reason(deployed):
     with pytest.raises(AssertionError, match=r"DEPLOY_FAILED"):
         deployed.deploy(model={"path": "/no/such/model"})
     assert "CheckpointError: /no/such/model" in str(deployed.status())
-    wait_until(lambda: not [name for name in deployed.actors() if name.startswith("qsa/")], 20)
+    wait_until(lambda: not [name for name in deployed.actors() if name.startswith("qsa/")], 60)
