@@ -40,6 +40,7 @@ class StageActor:
         self._steps: StageSteps | None = None
         self._clock = StageClock()
         self._epoch = 0  # plans of older ones are late, and dropped
+        self._reset_epoch = -1
         self._working_since: float | None = None
         self._progress = WarmUpProgress()
         self._num_steps, self._num_tokens = 0, 0
@@ -147,7 +148,7 @@ class StageActor:
 
     def reset(self, epoch: int) -> None:
         """Close every slot and let go of the link; plans of older epochs are dropped from now on."""
-        self._epoch = epoch
+        self._epoch = self._reset_epoch = epoch
         steps = self._loaded()
         steps.settle()
         steps.unlink()
@@ -262,7 +263,12 @@ class StageActor:
                 burst.cut()
 
     def abandon(self, epoch: int) -> None:
-        """What this stage waits for from others will not come: whoever waits gives up. `reset(epoch)` follows."""
+        """What this stage waits for from others will not come: whoever waits gives up. `reset(epoch)` follows.
+
+        One that comes behind its own `reset` speaks of a link that is gone.
+        """
+        if epoch <= self._reset_epoch:
+            return
         self._epoch = max(self._epoch, epoch)
         steps = self._steps
         transport = None if steps is None else steps.transport

@@ -290,6 +290,8 @@ def test_a_stage_that_is_told_to_give_up_does_so_and_begins_anew(transport):
         with pytest.raises(RuntimeError, match="came late"):
             await s.prefill(0, [5], epoch=2)
         await s._linker.link()
+        for stage in s.stages:
+            await stage.abandon.remote(3)  # late, and about the link before
         await s.prefill(0, [5], epoch=3)
         await s.run(s.plan([[0]], 3, epoch=3))
         assert s._open[0][1:] == expected_tokens([5], 4)

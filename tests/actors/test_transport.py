@@ -305,8 +305,8 @@ def test_another_secret_or_epoch_is_not_connected(change):
     ]
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"pipeline\.transport is p2p, but stage 0 .* refused stage 0; .* object_store"):
-        connect_all(transports, timeout_s=1.0)
-    assert time.monotonic() - began < 10
+        connect_all(transports, timeout_s=3.0)  # the other one listens so long, and a busy machine may start this one late
+    assert time.monotonic() - began < 15
 
 
 def test_a_stage_that_is_not_there_is_named_within_the_time_limit():
