@@ -97,6 +97,11 @@ class Api:
         self.draining = False
         self._running: set[Generation] = set()
 
+    @property
+    def num_open(self) -> int:
+        """Requests that are being answered."""
+        return len(self._running)
+
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, wait for those being answered; after `grace_s` end them with an error event."""
         self.draining = True

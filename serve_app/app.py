@@ -66,7 +66,7 @@ class EngineReplica:
         self._healthy_at: float | None = None
         self._watch = asyncio.create_task(self._drain_when_stopping())
         warming = self._warming = asyncio.create_task(self._warm_up(config))
-        has_company = await asyncio.to_thread(_has_running_replica, context.app_name, context.deployment)
+        has_company = await asyncio.to_thread(_has_other_replica, context.app_name, context.deployment)
         await asyncio.wait({warming}, timeout=None if has_company else SHORT_WARM_UP_S)
         if warming.done():
             warming.result()
@@ -102,6 +102,11 @@ class EngineReplica:
         state = self._state
         lines = [] if state.reason is not None else self._engine.start_lines()
         return {"reason": state.reason, "failed": state.failed, "numbers": state.numbers, "lines": lines}
+
+    async def condition(self) -> dict[str, Any]:
+        """What whoever started the server may want to tell: see `run.Condition`."""
+        health = await self._engine.health()
+        return {"trouble": None if health.ok else health.reason, "num_open": self._app.state.api.num_open}
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app
@@ -154,11 +159,14 @@ def _bind_to_own_address() -> None:
     replica_module.add_port_to_grpc_server = lambda server, where: bind(server, where.replace("[::]", host))
 
 
-def _has_running_replica(app_name: str, deployment: str) -> bool:
-    """Whether another replica of the deployment answers requests now, so that this one need not."""
+def _has_other_replica(app_name: str, deployment: str) -> bool:
+    """Whether another replica of the deployment answers requests, or did until now, as at a redeployment: requests that come
+    meanwhile wait for this one, and are not told 503."""
     application = serve.status().applications.get(app_name)
     status = None if application is None else application.deployments.get(deployment)
-    return status is not None and any(state == "RUNNING" and count > 0 for state, count in status.replica_states.items())
+    return status is not None and any(
+        state in ("RUNNING", "STOPPING") and count > 0 for state, count in status.replica_states.items()
+    )
 
 
 def _is_stopping() -> bool:

@@ -31,6 +31,7 @@ IDLE_CONNECTION_S = 75  # longer than the pools of HTTP clients keep theirs
 POLL_S = 0.5
 WARM_UP_POLL_S = 0.2
 START_TIMEOUT_S = 10.0  # of a question how far the start is
+CONDITION_TIMEOUT_S = 2.0
 MIN_CPUS = 4
 
 
@@ -91,6 +92,19 @@ class Start:
     failed: str | None
     numbers: tuple[int, int]
     lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Condition:
+    """How a server that answers is.
+
+    Attributes:
+        trouble:  what its engine is recovering from; None: nothing.
+        num_open: requests being answered.
+    """
+
+    trouble: str | None
+    num_open: int
 
 
 def check_model(config: EngineConfig) -> None:
@@ -165,11 +179,15 @@ def serve_blocking(
     on_ready: Callable[[Start], None] | None = None,
     on_start: Callable[[EngineConfig], None] | None = None,
     on_progress: Callable[[Start], None] | None = None,
+    on_trouble: Callable[[str | None], None] | None = None,
+    on_stop: Callable[[int], None] | None = None,
 ) -> None:
     """Serve until interrupted (KeyboardInterrupt, SystemExit); then stop everything that was started.
 
     `on_start` is called when port, model and memory have passed, with what the configuration means on this machine;
-    `on_progress` while the engine warms up; `on_ready` when requests are answered.
+    `on_progress` while the engine warms up; `on_ready` when requests are answered; `on_trouble` when the engine begins to
+    recover, for each thing that it does, and with None when it is well again; `on_stop` before open requests, so many, are
+    waited for.
 
     Raises:
         ConfigError:     port taken, or a setting that cannot work; nothing has been started.
@@ -193,13 +211,38 @@ def serve_blocking(
             start = start_serving(config, on_progress)
             if on_ready is not None:
                 on_ready(start)
-            while True:
-                time.sleep(POLL_S)
-                _raise_if_failed()
+            _watch(on_trouble)
+        except (KeyboardInterrupt, SystemExit):
+            condition = _condition() if ray.is_initialized() else None
+            if on_stop is not None and condition is not None:
+                on_stop(condition.num_open)
+            raise
         finally:
             if ray.is_initialized():
                 stop_serving(config.server.drain_s)
                 ray.shutdown()
+
+
+def _watch(on_trouble: Callable[[str | None], None] | None) -> None:
+    """Until the application is gone, or somebody interrupts."""
+    trouble: str | None = None
+    while True:
+        time.sleep(POLL_S)
+        _raise_if_failed()
+        condition = _condition()
+        if condition is not None and condition.trouble != trouble:
+            trouble = condition.trouble
+            if on_trouble is not None:
+                on_trouble(trouble)
+
+
+def _condition() -> Condition | None:
+    """None: the replica does not say, as while Serve starts another one."""
+    try:
+        answer = serve.get_app_handle(APP_NAME).condition.remote().result(timeout_s=CONDITION_TIMEOUT_S)
+    except Exception:
+        return None
+    return Condition(answer["trouble"], answer["num_open"])
 
 
 def _take_signal_back(handler: Any) -> None:

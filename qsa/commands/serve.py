@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 
 from qsa.config import EngineConfig
 from qsa.serve_app.run import Start, serve_blocking
@@ -36,8 +37,16 @@ def run(args: argparse.Namespace) -> int:
         url = f"http://{server.host}:{server.port}"
         say(f"serving {name} on {url} (OpenAI base URL {url}/v1); Ctrl-C stops")
 
+    def on_trouble(trouble: str | None) -> None:
+        say(f"{time.strftime('%H:%M:%S')} {trouble or 'the engine is well again'}")
+
+    def on_stop(num_open: int) -> None:
+        if num_open:
+            requests = f"{num_open} request{'s' if num_open > 1 else ''}"
+            say(f"stopping: {requests} still being answered, for {server.drain_s:g} s at most; Ctrl-C again ends at once")
+
     try:
-        serve_blocking(config, on_ready, on_start, on_progress)
+        serve_blocking(config, on_ready, on_start, on_progress, on_trouble, on_stop)
     finally:
         bar.stop()
     return 0

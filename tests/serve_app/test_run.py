@@ -101,7 +101,7 @@ def listening_addresses(pids: set[int]) -> set[str]:
 @pytest.mark.ray
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_serve_listens_on_loopback_only_and_leaves_nothing_after_ctrl_c(tmp_path):
+def test_serve_listens_on_loopback_only_tells_of_a_loss_and_leaves_nothing_after_ctrl_c(tmp_path):
     """What SIGTERM does is tested with the demo, whose server is stopped by it."""
     (port,) = free_ports(1)
     mark = f"QSA_TEST_MARK={uuid4().hex}"
@@ -111,7 +111,7 @@ def test_serve_listens_on_loopback_only_and_leaves_nothing_after_ctrl_c(tmp_path
     log = tmp_path / "log"
     with log.open("w") as file:
         server = subprocess.Popen(
-            [*command, "--set", "cache.device_bytes=134217728"],
+            [*command, "--set", "cache.device_bytes=134217728", "--set", "server.drain_s=1"],
             env=env,
             cwd=ROOT,
             stdout=file,
@@ -132,8 +132,18 @@ def test_serve_listens_on_loopback_only_and_leaves_nothing_after_ctrl_c(tmp_path
         ours = [a for a in addresses if not (a.endswith("7F") and (len(a) == 8 or a.startswith("0" * 16 + "FFFF0000")))]
         assert set(ours) <= {"0" * 24 + "01000000"}, f"listens beyond loopback: {ours}"
         assert len(addresses) >= 1
-        server.send_signal(signal.SIGINT)
+        (stage,) = [pid for pid in processes if b"StageActor" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(stage, signal.SIGKILL)
+        wait_until(lambda: "the engine is well again" in log.read_text(), 60)
+        assert "recovering: stage 0 has died" in log.read_text()
+        body = {"prompt": "Once upon", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        with requests.post(url + "/v1/completions", json=body, timeout=60, stream=True) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith(b"data: ")
+            server.send_signal(signal.SIGINT)
+            assert b"error" in b"".join(lines), "what is still being answered ends with an error event"
         assert server.wait(60) in (0, 130), log.read_text()
+        assert "stopping: 1 request still being answered, for 1 s at most" in log.read_text()
         wait_until(lambda: not processes_with(mark), 20)
     finally:
         if server.poll() is None:
