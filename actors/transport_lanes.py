@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ class FrameSender:
         self._link, self._groups, self._device = link, groups, device
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
         self._sent, self._taken = [0] * spec.lanes, [0] * spec.lanes
+        self._counting = threading.Lock()  # of `_taken` and whoever reads for it
         shape = (spec.lanes, IN_FLIGHT, spec.max_rows, spec.hidden_size)
         is_card = device.type == "cuda"
         self._buffers: torch.Tensor | None = None
@@ -37,6 +39,14 @@ class FrameSender:
 
     @property
     def in_flight(self) -> int:
+        """Frames that were sent and not taken. Any thread."""
+        if self._counting.acquire(blocking=False):  # else the step's thread is waiting for what this would read
+            try:
+                self._hear_taken(wait=False)
+            except TransportClosed:
+                pass
+            finally:
+                self._counting.release()
         return sum(self._sent) - sum(self._taken)
 
     def send(self, lane: int, header: bytes, hidden: torch.Tensor | None) -> int:
@@ -73,11 +83,14 @@ class FrameSender:
 
     def _count_taken(self, lane: int) -> None:
         """Hear what was taken; wait while two frames of the lane have not been."""
-        for taken in self._link.read_signals(wait=False):
-            self._taken[taken] += 1
-        while self._sent[lane] - self._taken[lane] >= IN_FLIGHT:
-            for taken in self._link.read_signals(wait=True):
-                self._taken[taken] += 1
+        with self._counting:
+            self._hear_taken(wait=False)
+            while self._sent[lane] - self._taken[lane] >= IN_FLIGHT:
+                self._hear_taken(wait=True)
+
+    def _hear_taken(self, *, wait: bool) -> None:
+        for lane in self._link.read_signals(wait=wait):
+            self._taken[lane] += 1
 
 
 class FrameReceiver:

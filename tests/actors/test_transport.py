@@ -78,7 +78,7 @@ def test_lane_steps_go_round_with_every_bit(kind, dtype, pipeline):
     for (_, header, hidden), (got_header, got) in zip(sent, follower.result, strict=True):
         assert header == got_header and got.dtype == hidden.dtype and torch.equal(got, hidden)
     assert answers == [b"answer to step 198", b"answer to step 199"]
-    wait_until(lambda: first.stats.in_flight <= 2)
+    wait_until(lambda: first.stats.in_flight == 0)  # also when nothing more is sent
     assert first.stats.num_sent == 201 and last.stats.num_sent == 200
     assert first.stats.sent_bytes >= sum(hidden.nbytes for _, _, hidden in sent)
     assert first.stats.wait_s > 0 and last.stats.wait_s > 0 and first.stats.send_s > 0
