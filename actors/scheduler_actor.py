@@ -227,7 +227,8 @@ class SchedulerActor:
                 stages: list[StageStats] = await self._ask_stages("stats")
         except TimeoutError:
             raise EngineDeadError(f"a stage has not answered within {STATS_TIMEOUT_S:g} s") from None
-        return EngineStats(scheduler.counters(), tuple(stages), time.monotonic() - self._began_at)
+        uptime_s, recovery = time.monotonic() - self._began_at, self._recovery
+        return EngineStats(scheduler.counters(), tuple(stages), uptime_s, recovery.count, recovery.seconds)
 
     async def start_trace(self) -> None:
         """Let every stage keep the spans of its time."""

@@ -178,11 +178,18 @@ class StageStart:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """The whole engine now; every count begins at zero when the engine is ready."""
+    """The whole engine now; every count begins at zero when the engine is ready.
+
+    Attributes:
+        recoveries: losses of stages that it has come back from.
+        recovery_s: how long the last one took.
+    """
 
     scheduler: SchedulerCounters
     stages: tuple[StageStats, ...]
     uptime_s: float
+    recoveries: int = 0
+    recovery_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ HELP = {  # of the engine's statistics, by the end of their names
     "stages_idle_share": "Waiting, as a share of computing, transfers and waiting: the bubble that a stage sees.",
     "stages_in_flight": "Frames and chunks that a stage has sent and the next one has not taken yet.",
     "stages_sent_bytes": "Hidden states that a stage has sent.",
+    "recoveries": "Losses of stages that the engine has come back from.",
+    "recovery_seconds": "How long the last recovery took.",
     "stages_running_seconds": "How long the step under way has been running.",
 }
 LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

@@ -66,7 +66,7 @@ async def check_all(requests) -> None:
 @pytest.mark.parametrize(("victim", "how"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)], ids=str)
 def test_streams_go_on_after_the_loss_of_a_stage(engine, victim, how):
     async def scenario():
-        before = await stage_pids(engine)
+        before, recoveries = await stage_pids(engine), (await engine.stats()).recoveries
         requests = open_requests(engine)
         await until_decoding(engine)
         os.kill(before[victim], how)
@@ -82,7 +82,8 @@ def test_streams_go_on_after_the_loss_of_a_stage(engine, victim, how):
         after = await stage_pids(engine)
         assert [a != b for a, b in zip(before, after, strict=True)] == [n == victim for n in range(2)]
         assert not is_running(before[victim])
-        await until_free(engine)
+        stats = await until_free(engine)
+        assert stats.recoveries == recoveries + 1 and stats.recovery_s > 0
 
     asyncio.run(scenario())
 
