@@ -34,7 +34,7 @@ from qsa.model.checkpoint.load import Checkpoint
 from qsa.model.checkpoint.open import open_model
 from qsa.plan import MemoryPlan
 from qsa.scheduler.growth import StageCapacity
-from qsa.scheduler.request import RequestOutput, SamplingParams
+from qsa.scheduler.request import FinishReason, RequestOutput, SamplingParams
 
 ANSWER_S = 10.0  # a scheduler that does not answer for so long is taken for dead
 HEALTH_S = 2.0
@@ -228,8 +228,9 @@ class Engine:
 
         Raises (at the first step):
             RequestError, OverloadedError: the request was not taken.
-            EngineRecoveringError: the scheduler was lost and is being brought back; also later, when that happens under the
-                                   request. After the loss of a stage the request just goes on.
+            EngineRecoveringError: the scheduler was lost and is being brought back, or a stage was and no node has room for
+                                   it; also later, when that happens under the request. After the loss of a stage that is
+                                   just started again the request goes on.
             EngineDeadError:       the engine is gone for good; also later.
         """
         if self._is_closed:
@@ -255,6 +256,8 @@ class Engine:
                 if isinstance(item, EngineDeadError):
                     raise item
                 is_over = item.finish_reason is not None
+                if item.finish_reason is FinishReason.LOST:
+                    raise EngineRecoveringError(item.error)
                 yield item
         finally:
             self._poller.close(request_id)

@@ -25,16 +25,19 @@ class Link:
         reason:          why so, for the log.
         forward_options: of calls whose result another stage gets.
         carriers:        what p2p carries hidden states by: sockets, gloo, nccl; several where stages differ.
+        hosts:           addresses of the stages' nodes.
     """
 
     name: str
     reason: str
     forward_options: dict[str, Any]
     carriers: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         over = f" over {' and '.join(self.carriers)}" if self.carriers else ""
-        return f"hidden states travel by {self.name}{over}: {self.reason}"
+        between = f" between the hosts {', '.join(self.hosts)}" if len(set(self.hosts)) > 1 else ""
+        return f"hidden states travel by {self.name}{over}{between}: {self.reason}"
 
 
 class Linker:
@@ -55,14 +58,14 @@ class Linker:
         hosts = await _all(stage.host.remote() for stage in self._stages)
         name, reason = choose_transport(self._setting, self._device, len(self._stages), len(set(hosts)) == 1)
         try:
-            return await self._link_by(name, reason)
+            return await self._link_by(name, reason, hosts)
         except Exception as error:
             if self._setting != "auto" or name == "object_store" or is_actor_death(error):
                 raise
             logger.warning("transport %s cannot be had here, object_store is taken instead: %s", name, error)
-            return await self._link_by("object_store", f"{name} could not be set up")
+            return await self._link_by("object_store", f"{name} could not be set up", hosts)
 
-    async def _link_by(self, name: str, reason: str) -> Link:
+    async def _link_by(self, name: str, reason: str, hosts: Sequence[str]) -> Link:
         self._number += 1
         stages = self._stages
         addresses = await _all(stage.open_link.remote(self._number, name, self._secret) for stage in stages)
@@ -77,7 +80,7 @@ class Linker:
 
             await asyncio.to_thread(create_rdt_group, stages, self._device)
             options = forward_options(name, self._device)
-        return Link(name, reason, options, tuple(sorted(set().union(*carriers))))
+        return Link(name, reason, options, tuple(sorted(set().union(*carriers))), tuple(hosts))
 
 
 async def _all(calls: Any) -> list[Any]:

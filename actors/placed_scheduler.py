@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import ray
 
+from qsa.actors.node_room import NodeRoom
 from qsa.actors.scheduler_actor import SchedulerActor
 from qsa.actors.scheduler_spec import SchedulerSpec
 
@@ -16,4 +17,6 @@ class PlacedScheduler(SchedulerActor):
     """Finds its stages by name: the arguments of an actor that may be started again have to be plain values."""
 
     def __init__(self, spec: SchedulerSpec, stage_names: Sequence[str]) -> None:
-        super().__init__(spec, [ray.get_actor(name, NAMESPACE) for name in stage_names])
+        group = ray.util.get_current_placement_group()
+        why_no_room = NodeRoom(group).why_none if group is not None else lambda _: None
+        super().__init__(spec, [ray.get_actor(name, NAMESPACE) for name in stage_names], why_no_room)

@@ -141,15 +141,19 @@ def plan_engine(
 # resources and actors
 
 
-def engine_bundles(config: EngineConfig) -> list[dict[str, float]]:
-    """What the engine's actors reserve: the scheduler, then one bundle a stage. A Serve deployment puts these behind its
-    replica's own bundle in `placement_group_bundles`."""
+def engine_bundles(config: EngineConfig, owner_cpus: float = 0.0) -> list[dict[str, float]]:
+    """What the engine's actors reserve: a bundle a stage, and the scheduler in the first one, beside the stage that it talks
+    to most. So stages that are spread need as many nodes as there are stages, not one more.
+
+    owner_cpus: of the Serve replica that owns the engine, which is in the first bundle too.
+    """
     pipeline = place(config).pipeline
     stage = {"CPU": pipeline.cpus_per_stage}
     if pipeline.device == "cuda":
         stage["GPU"] = pipeline.gpus_per_stage or 1.0
+    first = stage | {"CPU": stage["CPU"] + SCHEDULER_CPUS + owner_cpus}
     stage = {name: amount for name, amount in stage.items() if amount > 0} or {"CPU": 0.01}  # a bundle cannot be empty
-    return [{"CPU": SCHEDULER_CPUS}, *(dict(stage) for _ in range(pipeline.num_stages))]
+    return [first, *(dict(stage) for _ in range(pipeline.num_stages - 1))]
 
 
 @dataclass
@@ -173,40 +177,38 @@ class EngineActors:
 def start_actors(plan: EnginePlan, config: EngineConfig, name: str, build: ModelBuilder) -> EngineActors:
     """Create scheduler and stages, named `qsa/<name>/scheduler` and `qsa/<name>/stage0`; nothing is loaded yet.
 
-    Inside a Serve replica with a placement group its bundles are used, from the second on; otherwise the engine makes
-    a group of its own. The actors belong to this process and end with it.
+    Inside a Serve replica with a placement group its bundles are used; otherwise the engine makes a group of its own. The
+    actors belong to this process and end with it.
 
     Raises:
         ConfigError: the cluster has not the resources, or the name is taken.
     """
-    bundles = engine_bundles(config)
+    pipeline, bundles = config.pipeline, engine_bundles(config)
     current = ray.util.get_current_placement_group()
-    if current is not None and len(current.bundle_specs) <= len(bundles):
-        raise ConfigError(
-            f"this placement group has {len(current.bundle_specs)} bundles, but the engine needs {len(bundles)} behind"
-            " the first one; see engine_bundles"
-        )
-    group = current or _reserve(bundles, config.pipeline.start_timeout_s)
+    if current is not None:
+        _check_group(current, bundles)
+    group = current or _reserve(bundles, pipeline.placement_strategy, pipeline.start_timeout_s)
     actors = EngineActors(None, [], None if current is not None else group)
-    first = 0 if current is None else 1
 
-    def options(actor: str, bundle: int) -> dict[str, Any]:
-        resources = bundles[bundle]
+    def options(actor: str, stage: int, cpus: float, gpus: float = 0.0) -> dict[str, Any]:
         return {
             "name": f"qsa/{name}/{actor}",
             "namespace": NAMESPACE,
-            "num_cpus": resources.get("CPU", 0),
-            "num_gpus": resources.get("GPU", 0),
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=first + bundle),
+            "num_cpus": cpus,
+            "num_gpus": gpus,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=stage),
         }
 
     try:
-        stage_class = _stage_class(config.pipeline.transport)
-        stage_options = [options(f"stage{spec.stage}", 1 + spec.stage) for spec in plan.stages]
+        stage_class = _stage_class(pipeline.transport)
+        stage_options = [
+            options(f"stage{spec.stage}", spec.stage, pipeline.cpus_per_stage, bundles[spec.stage].get("GPU", 0.0))
+            for spec in plan.stages
+        ]
         for spec, chosen in zip(plan.stages, stage_options, strict=True):
             actors.stages.append(stage_class.options(**chosen).remote(spec, build))
         stage_names = [chosen["name"] for chosen in stage_options]
-        actors.scheduler = _Scheduler.options(**options("scheduler", 0)).remote(plan.scheduler, stage_names)
+        actors.scheduler = _Scheduler.options(**options("scheduler", 0, SCHEDULER_CPUS)).remote(plan.scheduler, stage_names)
     except BaseException as error:
         actors.kill()
         if isinstance(error, ValueError) and "already" in str(error):
@@ -225,14 +227,29 @@ def _stage_class(transport: str) -> Any:
     return _remote(**_RESTARTS, concurrency_groups=_STAGE_GROUPS, **more)(StageActor)
 
 
-def _reserve(bundles: list[dict[str, float]], timeout_s: float) -> PlacementGroup:
-    group = placement_group(bundles, strategy="PACK")
+def _check_group(group: PlacementGroup, bundles: list[dict[str, float]]) -> None:
+    """Refuse a group in which the actors would wait for ever."""
+    found = list(group.bundle_specs)
+    enough = [all(have.get(kind, 0.0) >= amount for kind, amount in need.items()) for have, need in zip(found, bundles)]
+    if len(found) < len(bundles) or not all(enough):
+        raise ConfigError(f"this placement group has the bundles {found}, but the engine needs {bundles}; see engine_bundles")
+
+
+def _reserve(bundles: list[dict[str, float]], strategy: str, timeout_s: float) -> PlacementGroup:
+    group = placement_group(bundles, strategy=strategy)
     deadline = time.monotonic() + timeout_s  # an autoscaler may be adding a node
     while not group.wait(timeout_seconds=1):
         if time.monotonic() > deadline:
             remove_placement_group(group)
             free = ray.available_resources()  # type: ignore[no-untyped-call]
             wanted = {kind: sum(b.get(kind, 0.0) for b in bundles) for kind in ("CPU", "GPU")}
+            if strategy.startswith("STRICT"):
+                nodes = "one node" if strategy == "STRICT_PACK" else f"{len(bundles)} nodes, one for each stage"
+                raise ConfigError(
+                    f"pipeline.placement_strategy is {strategy}: the engine reserves {wanted['CPU']:g} CPU and"
+                    f" {wanted['GPU']:g} GPU on {nodes}, and the Ray cluster has no room for that; add nodes, or take"
+                    f" {strategy.removeprefix('STRICT_')}"
+                )
             raise ConfigError(
                 f"the engine reserves {wanted['CPU']:g} CPU and {wanted['GPU']:g} GPU, but the Ray cluster has"
                 f" {free.get('CPU', 0):g} CPU and {free.get('GPU', 0):g} GPU free; lower pipeline.cpus_per_stage"

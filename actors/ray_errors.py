@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    NodeDiedError,
+    ObjectLostError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from qsa.errors import EngineDeadError, QSAError
 
@@ -15,8 +24,8 @@ def original_error(error: BaseException) -> BaseException:
 
 
 def is_actor_death(error: BaseException) -> bool:
-    """Whether a call failed because its actor, or one whose result it waited for, is gone."""
-    return isinstance(original_error(error), RayActorError)
+    """Whether a call failed because its actor, or one whose result it waited for, or that result, is gone."""
+    return isinstance(original_error(error), (RayActorError, ObjectLostError, NodeDiedError))
 
 
 def is_final_death(error: BaseException) -> bool:

@@ -28,6 +28,9 @@ CONTROL = {"concurrency_group": "control"}
 MAX_RECOVERIES = 6  # in a row, without a step in between
 MOST_ASKED = 30  # pings of one stage under way
 ROUNDS = 6  # of one recovery
+ASKED, STARTING = "asked", "being started"
+NOT_THERE = (ASKED, STARTING)  # of a stage that has not answered
+NO_ROOM_TICKS = 2  # a stage without a place is believed when it has none twice: between two nodes it has none for a moment
 
 logger = logging.getLogger(__name__)
 
@@ -79,12 +82,17 @@ class Recovery:
         link: Callable[[], Awaitable[Any]],
         processes: dict[int, ProcessId],
         limits: RecoveryLimits | None = None,
+        *,
+        why_no_room: Callable[[int], str | None] = lambda _: None,
+        on_no_room: Callable[[str], None] = lambda _: None,
     ) -> None:
         """
         Args:
             stages:    actor handles that stay the same when a process is started again.
             link:      gives all stages a new link; raises when one cannot be reached.
             processes: which process each stage is, shared with the watchdog.
+            why_no_room: why no node can take a stage that is to be started; None when one can. Called in a thread.
+            on_no_room:  called with that reason when nobody can say how long it will take: until there is another node.
         """
         self._stages, self._link = list(stages), link
         self.loads: Sequence[tuple[Any, ...]] = ()
@@ -92,6 +100,8 @@ class Recovery:
         self._in_a_row = 0
         self._trouble: Trouble | None = None
         self._doing: dict[int, str] = {}
+        self._why_no_room, self._on_no_room = why_no_room, on_no_room
+        self._no_room: dict[int, str] = {}
         self.seconds, self.count = 0.0, 0
 
     @property
@@ -99,8 +109,17 @@ class Recovery:
         """What is being done, for people who wait; None when nothing is."""
         if self._trouble is None:
             return None
-        doing = "; ".join(f"stage {stage} is {what}" for stage, what in sorted(self._doing.items()) if what != "ready")
+        doing = "; ".join(
+            f"stage {stage} is {'waiting for a node: ' + self._no_room[stage] if stage in self._no_room else what}"
+            for stage, what in sorted(self._doing.items())
+            if what != "ready"
+        )
         return f"recovering: {self._trouble.reason}; {doing or 'stages are being linked'}"
+
+    @property
+    def has_no_room(self) -> bool:
+        """A stage waits for a node that is not there."""
+        return bool(self._no_room)
 
     def completed_step(self) -> None:
         """A step has come back from all stages: the recoveries so far were not in vain."""
@@ -126,14 +145,17 @@ class Recovery:
             self._trouble = None
             raise EngineDeadError(f"{trouble.reason}, {MAX_RECOVERIES} times in a row without a step in between")
         logger.warning("recovery begins: %s", trouble.reason)
+        looking = asyncio.ensure_future(self._look_for_room())
         try:
             async with asyncio.timeout(limits.total_s):
                 await self._run_rounds(trouble, new_epoch, reset_s)
         except TimeoutError:
             raise EngineDeadError(f"{self.reason}, and was not done after {limits.total_s:g} s") from None
         finally:
+            looking.cancel()
             self._trouble = None
             self._doing.clear()
+            self._no_room.clear()
             self.seconds = time.monotonic() - began
         self.count += 1
         logger.warning("recovery done after %.1f s: %s", self.seconds, trouble.reason)
@@ -142,7 +164,7 @@ class Recovery:
         useless = {trouble.stage} if trouble.is_process_bad else set[int | None]()
         for round_ in range(ROUNDS):
             epoch = new_epoch()
-            self._doing = dict.fromkeys(range(len(self._stages)), "asked")
+            self._doing = dict.fromkeys(range(len(self._stages)), ASKED)
             tasks = [
                 asyncio.ensure_future(self._make_ready(stage, epoch, reset_s, is_useless=stage in useless))
                 for stage in range(len(self._stages))
@@ -165,6 +187,25 @@ class Recovery:
                 else:  # nobody has died: a link that fails twice needs new processes
                     useless = set(range(len(self._stages))) if round_ else set()
         raise EngineDeadError(f"{trouble.reason}, and the stages could not be linked again: {reason}")
+
+    async def _look_for_room(self) -> None:
+        """Find out whether stages that do not answer can be started."""
+        ticks: dict[int, int] = {}
+        while True:
+            await asyncio.sleep(5 * self._limits.ask_s)
+            for stage, doing in list(self._doing.items()):
+                reason = None
+                try:
+                    reason = await asyncio.to_thread(self._why_no_room, stage) if doing in NOT_THERE else None
+                except Exception as error:  # it is only for people who wait
+                    logger.warning("it is not known whether a node has room for stage %d: %s", stage, describe(error))
+                ticks[stage] = ticks.get(stage, 0) + 1 if reason is not None else 0
+                if reason is None or self._doing.get(stage) not in NOT_THERE:
+                    self._no_room.pop(stage, None)
+                elif ticks[stage] >= NO_ROOM_TICKS and self._no_room.get(stage) != reason:
+                    logger.warning("stage %d cannot be started: %s", stage, reason)
+                    self._no_room[stage] = reason
+                    self._on_no_room(f"stage {stage} cannot be started again: {reason}")
 
     # one stage
 
@@ -198,7 +239,7 @@ class Recovery:
         starting_s: how long Ray may take to start it; None: it is thought to be there. A call that meets the actor between
         two processes fails, and only after a second or two; so the stage is asked often, and what fails is not waited for.
         """
-        self._note(stage, "being started" if starting_s is not None else "asked")
+        self._note(stage, STARTING if starting_s is not None else ASKED)
         handle, limits, asked = self._stages[stage], self._limits, set[asyncio.Future[StagePing]]()
         waited_s, limit_s = 0.0, limits.silent_s if starting_s is None else starting_s
         try:
@@ -213,11 +254,12 @@ class Recovery:
                     if error is not None and is_final_death(error):
                         raise EngineDeadError(f"stage {stage} was ended for good, so Ray does not start it again")
                     if error is not None and is_actor_death(error) and limit_s < limits.starting_s:
-                        self._note(stage, "being started")
+                        self._note(stage, STARTING)
                         limit_s = limits.starting_s
                 if done:
                     await asyncio.sleep(limits.ask_s)
-                waited_s += limits.ask_s
+                if stage not in self._no_room:
+                    waited_s += limits.ask_s
         finally:
             for answer in asked:
                 answer.cancel()
@@ -328,6 +370,8 @@ class Recovery:
 
     def _note(self, stage: int, what: str) -> None:
         self._doing[stage] = what
+        if what not in NOT_THERE:
+            self._no_room.pop(stage, None)
 
 
 def _kill_actor(handle: Any) -> None:

@@ -39,7 +39,10 @@ logger = logging.getLogger(__name__)
 class SchedulerActor:
     """Plain class; as an actor it is async, so that polls, submissions and results interleave. `stages`: actor handles."""
 
-    def __init__(self, spec: SchedulerSpec, stages: Sequence[Any]) -> None:
+    def __init__(
+        self, spec: SchedulerSpec, stages: Sequence[Any], why_no_room: Callable[[int], str | None] = lambda _: None
+    ) -> None:
+        """why_no_room: as of `Recovery`."""
         self._spec, self._stages = spec, list(stages)
         self._scheduler: Scheduler | None = None
         self._capacities: tuple[StageCapacity, ...] = ()
@@ -58,7 +61,9 @@ class SchedulerActor:
             stuck_s=spec.stuck_s,
         )
         limits = RecoveryLimits(total_s=spec.start_timeout_s)
-        self._recovery = Recovery(self._stages, self._link_stages, processes, limits)
+        self._recovery = Recovery(
+            self._stages, self._link_stages, processes, limits, why_no_room=why_no_room, on_no_room=self._interrupt
+        )
         self._recovering: asyncio.Task[None] | None = None
         self._epoch = 0  # before there is a scheduler that counts them
         self._began_at = time.monotonic()
@@ -122,7 +127,9 @@ class SchedulerActor:
         return self._link
 
     async def _link_stages(self) -> None:
-        self._link = await self._linker.link()
+        before, self._link = self._link, await self._linker.link()
+        if before is not None and str(before) != str(self._link):  # a stage has come back on another node
+            logger.warning("%s", self._link)
         self._pipeline.forward_options = self._link.forward_options
 
     def _new_scheduler(self) -> Scheduler:
@@ -183,6 +190,8 @@ class SchedulerActor:
             RequestError, OverloadedError, EngineDeadError: it is not queued.
         """
         scheduler = self._alive()
+        if self._recovery.has_no_room:
+            raise EngineRecoveringError(self._recovery.reason)
         check_request(request_id, prompt, sampling, priority, self._spec.vocab_size)
         scheduler.add(Request(request_id, tuple(prompt.tolist()), sampling, sparse_id, priority))
         self._desk.open(client_id, request_id)
@@ -371,6 +380,11 @@ class SchedulerActor:
             self._recovering = None
         self._watchdog.start()
         self._fill()
+
+    def _interrupt(self, reason: str) -> None:
+        """It may take long until the stages are back: nobody shall wait for that."""
+        if self._scheduler is not None:
+            self._desk.deliver(self._scheduler.interrupt(reason))
 
     def _die(self, reason: str) -> None:
         """A part is gone for good: tell everybody who waits, and refuse what comes."""

@@ -194,6 +194,11 @@ class PipelineConfig(FrozenModel):
     )
     threads_per_stage: int | None = Field(None, gt=0, description="CPU threads of a stage; default: cores / stages.")
     cpus_per_stage: float = Field(0.5, ge=0, description="CPUs that Ray reserves for a stage (a reservation, not a limit).")
+    placement_strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = Field(
+        "PACK",
+        description="How stages are placed on the nodes of the Ray cluster, in Ray's words. PACK: on as few as have room;"
+        " SPREAD: on as many as there are; STRICT_PACK: all on one, STRICT_SPREAD: each on one of its own, or no start.",
+    )
     start_timeout_s: float = Field(
         120.0, gt=0, description="Longest start of all actors, and longest silence of their warm-up, in seconds."
     )

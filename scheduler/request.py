@@ -11,12 +11,13 @@ import msgpack
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended; the first two are OpenAI's words."""
+    """Why a sequence ended; the first two are OpenAI's words. LOST: it cannot go on for now, and may be sent again."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    LOST = "lost"
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class RequestOutput:
         tokens:         newly generated tokens, in order.
         computed_len:   prompt tokens computed so far, for prefill progress.
         finish_reason:  set once, in the last output.
-        error:          message for the client when finish_reason is ERROR.
+        error:          message for the client when finish_reason is ERROR or LOST.
         attended_share: attended tokens over context tokens, averaged over layers, in the last step; None while unknown.
     """
 

@@ -254,6 +254,12 @@ class Scheduler:
         self._is_chunk_due = True
         return self.epoch
 
+    def interrupt(self, message: str) -> list[RequestOutput]:
+        """End everything that waits or runs, through no fault of its own."""
+        for sequence in (*self._places.waiting.values(), *self._places.running.values()):
+            self._outputs.append(self._end(sequence, FinishReason.LOST, error=message))
+        return self.take_outputs()
+
     def counters(self) -> SchedulerCounters:
         totals = self._totals
         return SchedulerCounters(
@@ -375,7 +381,8 @@ class Scheduler:
     ) -> RequestOutput:
         """The last output. The slot follows when nothing of the sequence is in flight."""
         sequence.is_ended = True
-        self._totals[{FinishReason.ABORT: "aborted", FinishReason.ERROR: "failed"}.get(reason, "finished")] += 1
+        kinds = {FinishReason.ABORT: "aborted", FinishReason.ERROR: "failed", FinishReason.LOST: "failed"}
+        self._totals[kinds.get(reason, "finished")] += 1
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._rates.completion_len.add(len(sequence.generated))
             self._prior_hit_rate.add(sequence.hit_rate.value)

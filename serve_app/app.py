@@ -4,7 +4,7 @@
     serve run qsa.serve_app.app:build_app model=/models/x limits.max_sequences=4
     serve deploy serve.yaml                                                the same from a file
 
-A replica reserves one placement group: bundle 0 for itself, then the engine's bundles, the scheduler's and one a stage.
+A replica reserves one placement group: a bundle a stage, and in the first one also what itself and the scheduler need.
 The engine's actors are children of the replica, so a redeploy, a crash or `kill -9` of the replica ends them too. The
 replica answers HTTP and nothing else; busy is decided by the engine's admission, so Serve's own queue limits are out of
 the way.
@@ -206,8 +206,8 @@ def make_app(config: EngineConfig) -> serve.Application:
     config = place(config)
     deployment = EngineReplica.options(  # type: ignore[attr-defined]
         ray_actor_options={"num_cpus": REPLICA_CPUS},
-        placement_group_bundles=[{"CPU": REPLICA_CPUS}, *engine_bundles(config)],
-        placement_group_strategy="PACK",
+        placement_group_bundles=engine_bundles(config, REPLICA_CPUS),
+        placement_group_strategy=config.pipeline.placement_strategy,
         max_ongoing_requests=MAX_ONGOING,
         max_queued_requests=-1,
         max_constructor_retry_count=1,  # a wrong setting does not get better

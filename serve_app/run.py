@@ -122,7 +122,7 @@ def check_model(config: EngineConfig) -> None:
 
 def cluster_cpus(config: EngineConfig) -> int:
     """CPUs that a cluster of our own says it has. Never fewer than the actors reserve: Serve would wait for more for ever."""
-    reserved = REPLICA_CPUS + sum(bundle.get("CPU", 0.0) for bundle in engine_bundles(config))
+    reserved = sum(bundle.get("CPU", 0.0) for bundle in engine_bundles(config, REPLICA_CPUS))
     return max(MIN_CPUS, len(os.sched_getaffinity(0)), math.ceil(reserved))
 
 

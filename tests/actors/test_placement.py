@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from ray.exceptions import ActorUnavailableError, NodeDiedError, ObjectLostError
 
+from qsa.actors.node_room import NodeView, why_no_node
 from qsa.actors.placement import engine_bundles, plan_engine
+from qsa.actors.ray_errors import is_actor_death
 from qsa.config import make_config
 from qsa.device import settle
 from qsa.errors import BudgetError, ConfigError
@@ -67,8 +70,54 @@ def test_every_stage_reserves_its_share_of_a_card():
     def gpus(**pipeline) -> list[float]:
         return [bundle.get("GPU", 0.0) for bundle in engine_bundles(make_config({"pipeline": {"device": "cuda", **pipeline}}))]
 
-    assert gpus() == [0.0, 1.0, 1.0]
-    assert gpus(gpus_per_stage=0.4, num_stages=3) == [0.0, 0.4, 0.4, 0.4]
+    assert gpus() == [1.0, 1.0]
+    assert gpus(gpus_per_stage=0.4, num_stages=3) == [0.4, 0.4, 0.4]
+
+
+def test_the_first_bundle_also_holds_the_scheduler_and_who_owns_the_engine():
+    config = make_config({"pipeline": {"device": "cpu", "num_stages": 3, "cpus_per_stage": 2}})
+    assert engine_bundles(config) == [{"CPU": 2.25}, {"CPU": 2}, {"CPU": 2}]
+    assert engine_bundles(config, 0.5) == [{"CPU": 2.75}, {"CPU": 2}, {"CPU": 2}]
+    nothing = make_config({"pipeline": {"device": "cpu", "cpus_per_stage": 0}})
+    assert engine_bundles(nothing) == [{"CPU": 0.25}, {"CPU": 0.01}], "a bundle is never empty"
+
+
+NODES = {
+    "a": NodeView("10.0.0.1", True, {"CPU": 3.0}),
+    "b": NodeView("10.0.0.2", False, {"CPU": 8.0, "GPU": 1.0}),
+    "c": NodeView("10.0.0.3", True, {"CPU": 1.0}),
+}
+
+
+@pytest.mark.parametrize(
+    ("bundle", "own", "strategy", "reason"),
+    [
+        ({"CPU": 5.0}, "a", "PACK", None),  # its node is there, and what it reserves there is not free for others
+        ({"CPU": 2.0}, "b", "PACK", None),  # its node is gone, another one has room
+        ({"CPU": 2.0}, "b", "STRICT_SPREAD", "10.0.0.2 does not answer, and no other one without a stage has 2 CPU free"),
+        ({"CPU": 1.0}, "b", "STRICT_SPREAD", None),
+        ({"CPU": 4.0}, "b", "SPREAD", "10.0.0.2 does not answer, and no other one has 4 CPU free"),
+        ({"CPU": 0.5, "GPU": 1.0}, "gone", "PACK", "its node is gone, and no other one has 0.5 CPU and 1 GPU free"),
+        ({"CPU": 4.0}, None, "PACK", "its node is gone, and no other one has 4 CPU free"),
+    ],
+)
+def test_whether_a_node_has_room_for_a_lost_stage(bundle, own, strategy, reason):
+    found = why_no_node(bundle, own, ["a"], strategy, NODES)
+    assert found is None if reason is None else found is not None and found.endswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_death"),
+    [
+        (ActorUnavailableError("gone", None), True),
+        (ObjectLostError("00" * 28, "", ""), True),  # a chunk's hidden states, with the node that held them
+        (NodeDiedError("gone"), True),
+        (RuntimeError("scripted"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_lost_with_a_node_is_no_failure_of_the_request(error, is_death):
+    assert is_actor_death(error) is is_death
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,55 @@ def test_it_gives_up_after_its_time(run):
     run(scenario, total_s=0.2)
 
 
+def test_a_stage_for_which_no_node_has_room_is_waited_for(run):
+    async def scenario(h):
+        told, rooms = [], itertools.chain(["none", None, "none", "none", "none", "still none"], itertools.repeat(None))
+        h.recovery._why_no_room = lambda stage: next(rooms) if stage == 1 else "nobody asks about this one"
+
+        def on_no_room(reason):
+            told.append((reason, h.recovery.has_no_room, h.recovery.reason))
+
+        h.recovery._on_no_room = on_no_room
+        h.stages[1].start_s = 0.4
+        h.stages[1].die()
+        await h.recover()
+        h.check({1})
+        assert [reason for reason, _, _ in told] == [
+            "stage 1 cannot be started again: none",
+            "stage 1 cannot be started again: still none",
+        ], "a single answer of that kind is not believed"
+        assert all(has for _, has, _ in told) and not h.recovery.has_no_room
+        assert told[0][2] == "recovering: stage 1 has died; stage 1 is waiting for a node: none"
+
+    run(scenario)
+
+
+def test_waiting_for_a_node_is_no_failed_start(run):
+    async def scenario(h):
+        h.recovery._why_no_room = lambda _: "no room"
+        h.stages[1].start_s = 0.5
+        h.stages[1].die()
+        await h.recover()
+        h.check({1})
+        assert h.stages[1].num_starts == 2, "nobody ended it meanwhile"
+
+    run(scenario, starting_s=0.15)
+
+
+def test_what_is_not_known_about_nodes_does_no_harm(run):
+    async def scenario(h):
+        def fail(_):
+            raise ConnectionError("no answer")
+
+        h.recovery._why_no_room = fail
+        h.stages[1].start_s = 0.2
+        h.stages[1].die()
+        await h.recover()
+        h.check({1})
+
+    run(scenario)
+
+
 def test_it_gives_up_when_no_step_is_done_in_between(run):
     async def scenario(h):
         for _ in range(MAX_RECOVERIES):

@@ -197,6 +197,29 @@ def test_the_engine_is_dead_when_a_stage_does_not_come_back(run):
     run(scenario)
 
 
+def test_nobody_waits_for_a_node_that_is_not_there(run):
+    async def scenario(h):
+        recovery = h.actor._recovery
+        recovery._why_no_room = lambda _: "no node"
+        for name in ("runs", "reads", "waits"):
+            await h.submit(name, [DRAG] * (1 + 300 * (name == "reads")), max_tokens=3000)
+        await h.until(lambda: len(h.tokens.get("runs", ())) > 5)
+        h.stages[1].start_s = 0.8
+        h.stages[1].die()
+        await h.until(lambda: len(h.ends) == 3)
+        assert set(h.ends.values()) == {(FinishReason.LOST, "stage 1 cannot be started again: no node")}
+        with pytest.raises(EngineRecoveringError, match="stage 1 is waiting for a node: no node"):
+            await h.submit("late", [5])
+        assert "waiting for a node" in (await h.actor.health()).reason
+        await h.until_recovered()
+        await h.submit("next", [5], max_tokens=4)
+        await h.until(lambda: "next" in h.ends)
+        assert h.tokens["next"] == expected_tokens([5], 4)
+        await h.until_free()
+
+    run(scenario)
+
+
 def test_a_long_step_is_no_trouble(run):
     async def scenario(h):
         await h.submit("slow", [CRAWL], max_tokens=1)

@@ -37,6 +37,20 @@ def test_a_request_from_prompt_to_end():
     driver.assert_empty()
 
 
+def test_everything_alive_can_be_ended_at_once_to_be_sent_again():
+    driver = Driver(max_sequences=1)
+    start_decoding(driver, "runs", max_tokens=50)
+    driver.add(make_request("waits", prompt_len=300, max_tokens=5))
+    driver.start_burst()
+    driver.scheduler.restart()
+    ends = driver.scheduler.interrupt("no node")
+    assert {(end.request_id, end.finish_reason, end.error) for end in ends} == {
+        ("runs", FinishReason.LOST, "no node"),
+        ("waits", FinishReason.LOST, "no node"),
+    }
+    assert driver.scheduler.is_idle and driver.scheduler.counters().failed == 2
+
+
 @pytest.mark.parametrize("state", ["waiting", "admitted", "prefill", "two_chunks", "decode", "between"])
 def test_abort_in_each_state_gives_memory_back_once_nothing_is_in_flight(state):
     driver = Driver(max_sequences=1)

@@ -52,7 +52,7 @@ def test_a_replica_fits_a_node():
     reserved = deployment._replica_config.placement_group_bundles
     assert sum(bundle.get("GPU", 0) for bundle in reserved) == 2
     assert sum(bundle["CPU"] for bundle in reserved) <= node["CPU"]
-    assert [bundle.get("GPU", 0) for bundle in reserved] == [0, 0, 1, 1], "replica, scheduler, stages"
+    assert [bundle.get("GPU", 0) for bundle in reserved] == [1, 1], "a bundle a stage"
 
 
 def test_the_serve_config_is_valid_and_stays_on_loopback():
