@@ -130,7 +130,7 @@ class Engine:
         try:
             plan = plan_engine(config, checkpoint)
             report(f"starting {plan.summary}")
-            actors = start_actors(plan, config, name, build)
+            actors = start_actors(plan, config, name, build, report)
             deadline = began + config.pipeline.start_timeout_s
             cards, available = None, plan.memory.available_bytes if plan.memory is not None else None
             if plan.memory is None:  # before measuring, which leaves libraries on a card that the plan counts itself

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from qsa.plan import MemoryPlan, find_calibration, model_len, plan_memory, spars
 from qsa.split import plan_split
 
 SCHEDULER_CPUS = 0.25
+QUIET_S = 3.0  # a wait for room in the cluster is not worth a word before
 
 _remote: Any = ray.remote  # its annotations do not know concurrency groups
 _RESTARTS = {"max_restarts": -1, "max_task_retries": 0}  # a lost process is started again; its calls are lost with it
@@ -174,11 +175,15 @@ class EngineActors:
                 remove_placement_group(self.group)
 
 
-def start_actors(plan: EnginePlan, config: EngineConfig, name: str, build: ModelBuilder) -> EngineActors:
+def start_actors(
+    plan: EnginePlan, config: EngineConfig, name: str, build: ModelBuilder, report: Callable[[str], None]
+) -> EngineActors:
     """Create scheduler and stages, named `qsa/<name>/scheduler` and `qsa/<name>/stage0`; nothing is loaded yet.
 
     Inside a Serve replica with a placement group its bundles are used; otherwise the engine makes a group of its own. The
     actors belong to this process and end with it.
+
+    report: told what is waited for when the cluster has no room.
 
     Raises:
         ConfigError: the cluster has not the resources, or the name is taken.
@@ -187,7 +192,7 @@ def start_actors(plan: EnginePlan, config: EngineConfig, name: str, build: Model
     current = ray.util.get_current_placement_group()
     if current is not None:
         _check_group(current, bundles)
-    group = current or _reserve(bundles, pipeline.placement_strategy, pipeline.start_timeout_s)
+    group = current or _reserve(bundles, pipeline.placement_strategy, pipeline.start_timeout_s, report)
     actors = EngineActors(None, [], None if current is not None else group)
 
     def options(actor: str, stage: int, cpus: float, gpus: float = 0.0) -> dict[str, Any]:
@@ -235,14 +240,17 @@ def _check_group(group: PlacementGroup, bundles: list[dict[str, float]]) -> None
         raise ConfigError(f"this placement group has the bundles {found}, but the engine needs {bundles}; see engine_bundles")
 
 
-def _reserve(bundles: list[dict[str, float]], strategy: str, timeout_s: float) -> PlacementGroup:
+def _reserve(bundles: list[dict[str, float]], strategy: str, timeout_s: float, report: Callable[[str], None]) -> PlacementGroup:
     group = placement_group(bundles, strategy=strategy)
-    deadline = time.monotonic() + timeout_s  # an autoscaler may be adding a node
+    wanted = {kind: sum(b.get(kind, 0.0) for b in bundles) for kind in ("CPU", "GPU")}
+    began, said = time.monotonic(), ""  # an autoscaler may be adding a node
     while not group.wait(timeout_seconds=1):
-        if time.monotonic() > deadline:
+        free = ray.available_resources()  # type: ignore[no-untyped-call]
+        waited_s = time.monotonic() - began
+        if waited_s > QUIET_S and said != (text := _waiting(wanted, free)):
+            report(said := text)
+        if waited_s > timeout_s:
             remove_placement_group(group)
-            free = ray.available_resources()  # type: ignore[no-untyped-call]
-            wanted = {kind: sum(b.get(kind, 0.0) for b in bundles) for kind in ("CPU", "GPU")}
             if strategy.startswith("STRICT"):
                 nodes = "one node" if strategy == "STRICT_PACK" else f"{len(bundles)} nodes, one for each stage"
                 raise ConfigError(
@@ -256,6 +264,13 @@ def _reserve(bundles: list[dict[str, float]], strategy: str, timeout_s: float) -
                 + (" or pipeline.gpus_per_stage" if wanted["GPU"] else "")
             )
     return group
+
+
+def _waiting(wanted: dict[str, float], free: dict[str, float]) -> str:
+    """What a start waits for. Room that is there in all may still be too little on every single node."""
+    kinds = [kind for kind, amount in wanted.items() if amount]
+    reserved, left = (" and ".join(f"{of.get(kind, 0):g} {kind}" for kind in kinds) for of in (wanted, free))
+    return f"waiting for room: the engine reserves {reserved}; the cluster has {left} free"
 
 
 def start_local_ray(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from ray.exceptions import ActorUnavailableError, NodeDiedError, ObjectLostError
 
+from qsa.actors import placement
 from qsa.actors.node_room import NodeView, why_no_node
 from qsa.actors.placement import engine_bundles, plan_engine
 from qsa.actors.ray_errors import is_actor_death
@@ -140,3 +141,33 @@ def test_eight_full_sequences_of_the_reference_shape_fit_one_large_card(preset):
     weights = 2 * 7.6e9 if not preset else 1.01 * 6.5e9 + 2 * 1.09e9
     assert abs(memory.stages[0].weight_bytes - weights) < 0.02 * weights
     assert memory.stages[0].total_bytes < (0.98 if not preset else 0.6) * H200
+
+
+@pytest.mark.parametrize(
+    ("bundles", "said"),
+    [
+        ([{"CPU": 0.25}, {"CPU": 0.75}, {"CPU": 0.75}], "the engine reserves 1.75 CPU; the cluster has 0.5 CPU free"),
+        (
+            [{"CPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}],
+            "the engine reserves 2 CPU and 1 GPU; the cluster has 0.5 CPU and 0 GPU free",
+        ),
+    ],
+)
+def test_a_start_without_room_says_once_what_it_waits_for(monkeypatch, bundles, said):
+    class Group:
+        def __init__(self, bundles, strategy):
+            self.waits = 0
+
+        def wait(self, timeout_seconds):
+            self.waits += 1
+            return self.waits > 4
+
+    monkeypatch.setattr(placement, "placement_group", Group)
+    monkeypatch.setattr(placement.ray, "available_resources", lambda: {"CPU": 0.5})
+    monkeypatch.setattr(placement, "QUIET_S", -1.0)
+    heard: list[str] = []
+    placement._reserve(bundles, "PACK", 60.0, heard.append)
+    assert heard == [f"waiting for room: {said}"]
+    monkeypatch.setattr(placement, "QUIET_S", 60.0)
+    placement._reserve(bundles, "PACK", 60.0, heard.append)
+    assert len(heard) == 1, "a moment is not worth a word"
