@@ -44,7 +44,11 @@ def connect(address: str | None) -> None:
             if attempt == CONNECT_ATTEMPTS:
                 raise
             reason = str(error).strip().splitlines()[-1]
-            print(f"batch_job: connecting again after attempt {attempt} of {CONNECT_ATTEMPTS}: {reason}", file=sys.stderr)
+            say(f"connecting again after attempt {attempt} of {CONNECT_ATTEMPTS}: {reason}")
+
+
+def say(text: str) -> None:
+    print(f"batch_job: {text}", file=sys.stderr, flush=True)
 
 
 def main() -> int:
@@ -63,12 +67,12 @@ def main() -> int:
         connect(args.address)
         failed = 0
         with args.output.open("w") as output:
-            for answer in run_batch(items, config):
+            for answer in run_batch(items, config, on_progress=say):
                 failed += answer["response"]["status_code"] != 200
                 output.write(json.dumps(answer, ensure_ascii=False) + "\n")
                 output.flush()
     except (QSAError, OSError, UnicodeDecodeError) as error:
-        print(f"batch_job: {str(error).strip().splitlines()[-1]}", file=sys.stderr)  # Ray's own come with a traceback
+        say(str(error).strip().splitlines()[-1])  # Ray's own come with a traceback
         return 2
     print(f"{len(items) - failed} of {len(items)} requests answered, in {args.output}")
     return 1 if failed else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -22,6 +22,7 @@ from qsa.serve_app.api import make_api
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 WORKER_CPUS = 0.25
+PROGRESS_S = 1.0  # a worker that starts is asked this often how far it is
 
 
 def read_lines(lines: Iterable[str], source: str = "the input") -> Iterator[dict[str, Any]]:
@@ -111,6 +112,7 @@ class BatchWorker:
         self._name = name
         self._engine: Engine | None = None
         self._app: ASGIApp | None = None
+        self._progress = "starting the engine"
 
     def __repr__(self) -> str:
         return f"BatchWorker({self._config.model.path})"
@@ -121,11 +123,18 @@ class BatchWorker:
         Raises:
             QSAError: it cannot start.
         """
-        self._engine = await asyncio.to_thread(Engine.start, self._config, name=self._name)
+        self._engine = await asyncio.to_thread(Engine.start, self._config, name=self._name, on_progress=self._note)
         # keys are for networks; whoever can call this actor has the cluster
         server = self._config.server.model_copy(update={"api_keys": ()})
         self._app = make_api(self._engine, self._config.model_copy(update={"server": server}))
         return self._engine.model_name
+
+    def _note(self, text: str) -> None:
+        self._progress = text
+
+    async def progress(self) -> str:
+        """What `start` is doing, in a few words."""
+        return self._progress
 
     async def answer(self, item: dict[str, Any]) -> dict[str, Any]:
         assert self._app is not None, "start comes first"
@@ -137,8 +146,16 @@ class BatchWorker:
             await asyncio.to_thread(self._engine.close)
 
 
-def run_batch(items: Iterable[dict[str, Any]], config: EngineConfig, *, concurrency: int = 16) -> Iterator[dict[str, Any]]:
+def run_batch(
+    items: Iterable[dict[str, Any]],
+    config: EngineConfig,
+    *,
+    concurrency: int = 16,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> Iterator[dict[str, Any]]:
     """Answer requests on the Ray cluster this process is attached to, as a driver, a job or a client.
+
+    on_progress: told what is going on until the engine is ready.
 
     Yields:
         Output lines in the input's order, each as soon as it and all before it are answered.
@@ -148,9 +165,11 @@ def run_batch(items: Iterable[dict[str, Any]], config: EngineConfig, *, concurre
     """
     name = f"batch/{uuid4().hex[:8]}"
     actor: Any = ray.remote(num_cpus=WORKER_CPUS, max_restarts=0)(BatchWorker)
+    free = ray.available_resources().get("CPU", 0.0)  # type: ignore[no-untyped-call]
+    on_progress(f"starting a worker: it reserves {WORKER_CPUS:g} CPU, the cluster has {free:g} free")
     worker = actor.remote(config.model_dump(mode="json"), name)
     try:
-        _get(worker.start.remote())
+        _wait_for_start(worker, on_progress)
         pending: list[Any] = []
         for item in items:
             if len(pending) >= concurrency:
@@ -161,6 +180,17 @@ def run_batch(items: Iterable[dict[str, Any]], config: EngineConfig, *, concurre
         _get(worker.close.remote())
     finally:
         ray.kill(worker)
+
+
+def _wait_for_start(worker: Any, on_progress: Callable[[str], None]) -> None:
+    started, asked, said = worker.start.remote(), worker.progress.remote(), ""
+    while not ray.wait([started], timeout=PROGRESS_S)[0]:
+        if ray.wait([asked], timeout=0)[0]:
+            text = _get(asked)
+            if text != said:
+                on_progress(said := text)
+            asked = worker.progress.remote()
+    _get(started)
 
 
 def _get(ref: Any) -> Any:

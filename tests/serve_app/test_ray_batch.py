@@ -74,6 +74,8 @@ def test_from_a_ray_client(ray_cluster, prompts):
         [*command, "--address", ray_cluster.client_url], env=env, capture_output=True, text=True, timeout=200, check=False
     )
     assert "2 of 3 requests answered" in done.stdout, done.stdout + done.stderr
+    assert "batch_job: starting a worker: it reserves 0.25 CPU, the cluster has " in done.stderr
+    assert "batch_job: warming up" in done.stderr or "batch_job: loading" in done.stderr, done.stderr
     assert_answered(output)
     assert_nothing_left(ray_cluster)
 
