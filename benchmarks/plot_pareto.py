@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.drawing import load_pyplot
 from benchmarks.plot_quality import FIGURES
 from benchmarks.quality_configs import GEOMETRIES, TWO, pareto
 from benchmarks.quality_stage import DENSE
@@ -112,10 +113,7 @@ def read_points(path: Path = RESULTS / "quality.csv") -> list[Point]:
 
 def plot_pareto(path: Path = FIGURES / "pareto.png") -> Path:
     """KL over microseconds, the front as a line, presets marked."""
-    import matplotlib  # noqa: PLC0415  only this figure needs it
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415  after the backend is chosen
+    plt = load_pyplot()
 
     found = read_points()
     best = front(found)

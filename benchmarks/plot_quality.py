@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.drawing import load_pyplot
 from benchmarks.timing import RESULTS
 
 FIGURES = Path(__file__).resolve().parent / "figures"
@@ -22,10 +23,7 @@ LOOKS = {
 
 def plot_curve(rows: Sequence[dict[str, Any]], path: Path = FIGURES / "quality.png") -> Path:
     """Two panels over attended tokens at 8K: KL to dense attention, and digits found in a lookup."""
-    import matplotlib  # noqa: PLC0415  only this figure needs it, the figures in the CSV do not
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415  after the backend is chosen
+    plt = load_pyplot()
 
     curve = [row for row in rows if row["geometry"] == "curve"]
     figure, panels = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")

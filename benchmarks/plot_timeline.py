@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.drawing import load_pyplot
 from qsa.actors.stage_clock import BUSY, Span
 from qsa.trace import Interval, Trace, name_waits, read_trace
 
@@ -41,11 +42,8 @@ def choose_window(trace: Trace, num_rounds: int) -> Interval:
 
 def plot_timeline(trace: Trace, window: Interval, path: Path = FIGURES / "timeline.png") -> Path:
     """Two rows a stage: computing, a colour a lane, and beneath it transfers and waits."""
-    import matplotlib  # noqa: PLC0415  only this figure needs it
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415  after the backend is chosen
-    from matplotlib.patches import Patch  # noqa: PLC0415
+    plt = load_pyplot()
+    from matplotlib.patches import Patch  # noqa: PLC0415  only this figure needs it
 
     begin, end = window
     width_ms = (end - begin) * 1e3

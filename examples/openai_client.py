@@ -1,4 +1,4 @@
-"""Talk to a running server with the `openai` package: `qsa serve` in one terminal, this in another."""
+"""Talk to a running server with the `openai` package (pip install openai): `qsa serve` in one terminal, this in another."""
 
 from __future__ import annotations
 

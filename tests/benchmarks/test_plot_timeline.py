@@ -1,5 +1,7 @@
 """The cut of a trace that the timeline's figure shows."""
 
+import sys
+
 import pytest
 
 from benchmarks.plot_timeline import choose_window, main
@@ -39,3 +41,10 @@ def test_a_trace_without_both_says_so():
     decode_only = [[span for span in spans if span.kind == "compute"] for spans in rounds_with_chunks(3)]
     with pytest.raises(ValueError, match="no chunk of a prompt"):
         choose_window(decode_only, 2)
+
+
+def test_without_matplotlib_it_is_one_line(tmp_path, monkeypatch):
+    write_trace(tmp_path / "trace.json", rounds_with_chunks(6))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match="pip install matplotlib"):
+        main([str(tmp_path / "trace.json"), "--output", str(tmp_path / "figure.png")])
