@@ -52,11 +52,18 @@ class CacheConfig(FrozenModel):
         None, gt=0, description="Memory for KV chunks on each stage, in bytes, a multiple of 1 MiB; default: planned."
     )
 
+    @field_validator("device_bytes", mode="before")
+    @classmethod
+    def _no_units(cls, value: Any) -> Any:
+        if isinstance(value, str) and not value.strip().isdecimal():
+            raise ValueError(f"wants a whole number of bytes, such as {1 << 30} for 1 GiB, got {value!r}")
+        return value
+
     @field_validator("device_bytes")
     @classmethod
     def _whole_chunks(cls, value: int | None) -> int | None:
         if value is not None and value % MIB:
-            raise ValueError(f"device_bytes must be a multiple of 1 MiB, got {value}")
+            raise ValueError(f"device_bytes must be a multiple of 1 MiB, such as {-(-value // MIB) * MIB}, got {value}")
         return value
 
 

@@ -125,7 +125,8 @@ def test_a_configuration_survives_its_own_yaml():
         ({"limits": {"max_sequence": 4}}, ["limits.max_sequence", "did you mean max_sequences"]),  # misspelt
         ({"limits": {"max_sequences": 0}}, ["limits.max_sequences", "0"]),
         ({"limits": {"prefill_chunk": 100}}, ["prefill_chunk", "multiple of 64", "100"]),
-        ({"cache": {"device_bytes": 1000}}, ["device_bytes", "multiple of 1 MiB", "1000"]),
+        ({"cache": {"device_bytes": 1000}}, ["device_bytes", "multiple of 1 MiB, such as 1048576", "1000"]),
+        ({"cache": {"device_bytes": "2GB"}}, ["cache.device_bytes: wants", "bytes, such as 1073741824 for 1 GiB", "'2GB'"]),
         ({"server": {"port": 70000}}, ["server.port", "70000"]),
         ({"sparse": {0: {"dense": False}}}, ["sparse.0"]),
         ({"default_sparse_id": 9}, ["default_sparse_id is 9", "[0, 1]"]),
