@@ -19,6 +19,14 @@ SHORT_OPTIONS = {  # option -> the setting it stands for
     "quantization": "model.quantization",
     "sparse": "default_sparse_id",
 }
+ENGINE_OPTIONS = {  # option -> its name for users; --sparse is not among them: a request may have one
+    "config": "--config",
+    "settings": "--set",
+    "model": "the model",
+    "stages": "--stages",
+    "device": "--device",
+    "quantization": "--quantization",
+}
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
@@ -34,6 +42,19 @@ def parse_setting(text: str) -> tuple[str, Any]:
         return name.strip(), yaml.safe_load(value)
     except yaml.YAMLError:
         raise ConfigError(f"--set {name.strip()}: {value!r} is not a YAML value") from None
+
+
+def config_unless_url(args: argparse.Namespace) -> EngineConfig:
+    """`config_from` of a command that may use a running server, whose engine is what it is; then the defaults, for nobody.
+
+    Raises:
+        ConfigError: also when --url comes with options of an engine.
+    """
+    if args.url is None:
+        return config_from(args)
+    if given := [text for option, text in ENGINE_OPTIONS.items() if getattr(args, option, None)]:
+        raise ConfigError(f"the server at --url has an engine of its own: drop --url, or {', '.join(given)}")
+    return EngineConfig()
 
 
 def config_from(args: argparse.Namespace) -> EngineConfig:

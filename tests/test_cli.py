@@ -19,13 +19,13 @@ from aiohttp import web
 
 from qsa import cli
 from qsa.client import Client, Delta, Progress, Timings, server_url
-from qsa.commands import batch, bench, doctor
+from qsa.commands import batch, bench, chat, doctor
 from qsa.commands.demo import Watch
 from qsa.config import make_config
 from qsa.errors import ConfigError, EngineDeadError, OverloadedError, QSAError, RequestError
 from qsa.measure import pace_of
 from qsa.server_process import ServerProcess
-from qsa.settings import config_from, parse_setting
+from qsa.settings import config_from, config_unless_url, parse_setting
 from qsa.terminal import WarmUpBar
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,6 +116,9 @@ def test_short_options_win_over_set(tmp_path):
         (["batch", "same.jsonl", "./same.jsonl"], "would overwrite"),
         (["bench", "--context", "12,x"], "--context wants prompt lengths"),
         (["generate", "hi", "--file", "nowhere.txt"], "cannot read nowhere.txt"),
+        (["generate", "hi", "--url", "http://127.0.0.1:1", "--stages", "1"], "drop --url, or --stages"),
+        (["chat", "m.gguf", "--url", "http://127.0.0.1:1", "--set", "a=1"], "drop --url, or --set, the model"),
+        (["bench", "--url", "http://127.0.0.1:1", "--device", "cpu"], "drop --url, or --device"),
         (["plan", "nowhere.gguf"], "nowhere.gguf"),
         (["serve", "nowhere.gguf"], "nowhere.gguf"),
         (
@@ -135,6 +138,19 @@ def test_errors_leave_with_one_line_and_no_traceback(monkeypatch, capsys):
         monkeypatch.setattr(bench, "run", lambda args, error=error: (_ for _ in ()).throw(error))
         assert cli.main(["bench"]) == code
     assert capsys.readouterr().err == "qsa bench: the engine is gone\nqsa bench: bad\n"
+
+
+def test_a_request_to_a_running_server_may_name_any_sparse_id():
+    args = cli.build_parser().parse_args(["generate", "hi", "--url", "http://127.0.0.1:1", "--sparse", "7"])
+    assert config_unless_url(args) == make_config({}) and args.sparse == 7, "the server knows which ones it has"
+
+
+def test_a_chat_knows_its_words(monkeypatch, capsys):
+    words = iter(["/help", "/new", "/quit", "never read"])
+    monkeypatch.setattr(chat.console, "input", lambda prompt: next(words))
+    args = cli.build_parser().parse_args(["chat", "--url", "http://127.0.0.1:1"])
+    assert chat.run(args) == 0
+    assert capsys.readouterr().err.count("/quit ends") == 2 and next(words) == "never read"
 
 
 # Doctor, batch files, figures

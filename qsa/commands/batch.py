@@ -15,7 +15,7 @@ import aiohttp
 from qsa.client import Client
 from qsa.errors import ConfigError
 from qsa.serve_app.batch import read_lines
-from qsa.settings import config_from
+from qsa.settings import config_unless_url
 from qsa.terminal import notes, server_at
 
 MAX_TRIES = 100  # of one request at a busy server, which says how long to wait
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if Path(args.output).resolve() == Path(args.input).resolve():
         raise ConfigError(f"the answers would overwrite the requests in {args.input}; name another output file")
     items = read_batch(Path(args.input))
-    config = config_from(args)
+    config = config_unless_url(args)
     with contextlib.ExitStack() as stack:
         try:  # before the engine starts: a wrong path is told at once
             output = stack.enter_context(Path(args.output).open("w", encoding="utf-8"))

@@ -13,7 +13,7 @@ from qsa.client import Client
 from qsa.commands.demo import DOCUMENT
 from qsa.errors import ConfigError
 from qsa.measure import Pace, pace_of, time_completion
-from qsa.settings import config_from
+from qsa.settings import config_unless_url
 from qsa.terminal import console, server_at, working
 
 PROBE_TOKENS = 16
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     lengths = parse_lengths(args.context or LENGTHS)
     if args.tokens < 2 or args.repeat < 1:
         raise ConfigError(f"--tokens must be at least 2 and --repeat at least 1, got {args.tokens} and {args.repeat}")
-    with server_at(args.url, config_from(args)) as url, working("measuring"):
+    with server_at(args.url, config_unless_url(args)) as url, working("measuring"):
         paces = asyncio.run(_collect(url, args, lengths))
     console.print(HEADER.format(*COLUMNS), style="bold")
     for pace in paces:

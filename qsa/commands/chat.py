@@ -1,4 +1,4 @@
-"""`qsa chat`: a conversation in the terminal. `/exit` or Ctrl-D ends it, `/new` forgets it, Ctrl-C cuts an answer short."""
+"""`qsa chat`: a conversation in the terminal. `/quit` or Ctrl-D ends it, `/new` forgets it, Ctrl-C cuts an answer short."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 from qsa.client import Client, Timings
 from qsa.commands.generate import read_text, sampling_fields, summary
 from qsa.errors import RequestError
-from qsa.settings import config_from
+from qsa.settings import config_unless_url
 from qsa.terminal import console, notes, server_at, show
 
+HELP = "/quit ends (or Ctrl-D), /new starts over, /help says this, Ctrl-C cuts an answer short"
 Messages = list[dict[str, Any]]
 
 
@@ -42,8 +43,11 @@ def converse(url: str, args: argparse.Namespace) -> None:
         except KeyboardInterrupt:
             console.print()
             return
-        if question == "/exit":
+        if question in ("/quit", "/exit"):
             return
+        if question == "/help":
+            notes.print(HELP, style="dim", markup=False)
+            continue
         if question == "/new":
             messages = opening(args)
             continue
@@ -64,8 +68,8 @@ def converse(url: str, args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = config_from(args)
+    config = config_unless_url(args)
     with server_at(args.url, config) as url:
-        notes.print("/exit ends, /new starts over, Ctrl-C cuts an answer short", style="dim", markup=False)
+        notes.print(HELP, style="dim", markup=False)
         converse(url, args)
     return 0

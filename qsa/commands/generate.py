@@ -10,7 +10,7 @@ from typing import Any
 
 from qsa.client import Client, Timings
 from qsa.errors import ConfigError
-from qsa.settings import config_from
+from qsa.settings import config_unless_url
 from qsa.terminal import notes, server_at, show
 
 
@@ -68,6 +68,6 @@ def run(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if args.file is not None:
         prompt = f"{read_text(args.file)}\n\n{prompt}"
-    with server_at(args.url, config_from(args)) as url:
+    with server_at(args.url, config_unless_url(args)) as url:
         asyncio.run(_answer(url, args, prompt))
     return 0
