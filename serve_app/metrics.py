@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 HELP = {  # of the engine's statistics, by the end of their names
@@ -23,6 +23,19 @@ HELP = {  # of the engine's statistics, by the end of their names
     "recovery_seconds": "How long the last recovery took.",
     "stages_running_seconds": "How long the step under way has been running.",
 }
+SCHEDULER_TOTALS = (
+    "added",
+    "finished",
+    "aborted",
+    "failed",
+    "refused",
+    "preempted",
+    "generated_tokens",
+    "computed_tokens",
+    "steps",
+)
+STAGE_TOTALS = ("busy_seconds", "wait_seconds", "transfer_seconds", "steps", "tokens", "sent_bytes")
+COUNTERS = frozenset([f"scheduler_{name}" for name in SCHEDULER_TOTALS] + [f"stages_{name}" for name in STAGE_TOTALS])
 LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
@@ -53,16 +66,17 @@ class HttpMetrics:
 
 
 class _EngineCollector(Collector):
-    """Every number of a tree of dataclasses as a gauge; entries of a list are told apart by `stage`.
+    """Every number of a tree of dataclasses, as a counter what only grows until its process is replaced, all else as a gauge.
 
+    Entries of a list are told apart by `stage`. Prometheus wants `_total` at the end of a counter's name.
     Words, such as a stage's device, are the label of a gauge that is 1 and whose name ends in `_info`.
     """
 
     def __init__(self, stats: Any) -> None:
         self._stats = stats
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        families: dict[str, GaugeMetricFamily] = {}
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for name, stage, value in leaves(self._stats):
             labels = {} if stage is None else {"stage": stage}
             if isinstance(value, str):
@@ -71,8 +85,10 @@ class _EngineCollector(Collector):
             name = with_unit(name)
             family = families.get(name)
             if family is None:
-                text = HELP.get(name.removeprefix("qsa_engine_"), "From the engine's statistics.")
-                family = families[name] = GaugeMetricFamily(name, text, labels=list(labels))
+                short = name.removeprefix("qsa_engine_")
+                kind = CounterMetricFamily if short in COUNTERS else GaugeMetricFamily
+                text = HELP.get(short, "From the engine's statistics.")
+                family = families[name] = kind(name, text, labels=list(labels))
             family.add_metric(list(labels.values()), value)
         yield from families.values()
 
