@@ -118,7 +118,7 @@ class SchedulerActor:
     def _start(self, capacities: Sequence[StageCapacity], loads: Sequence[tuple[Any, ...]]) -> Link:
         """From now on requests are taken."""
         self._capacities, self._recovery.loads = tuple(capacities), loads
-        self._scheduler = self._new_scheduler()
+        self._scheduler = self._spec.new_scheduler(self._capacities)
         self._scheduler.epoch = self._epoch
         self._began_at = time.monotonic()
         self._watchdog.start()
@@ -131,22 +131,6 @@ class SchedulerActor:
         if before is not None and str(before) != str(self._link):  # a stage has come back on another node
             logger.warning("%s", self._link)
         self._pipeline.forward_options = self._link.forward_options
-
-    def _new_scheduler(self) -> Scheduler:
-        spec = self._spec
-        return Scheduler(
-            self._capacities,
-            max_sequences=spec.max_sequences,
-            max_waiting=spec.max_waiting,
-            max_model_len=spec.max_model_len,
-            prefill_chunk=spec.prefill_chunk,
-            busy_chunk=spec.busy_chunk,
-            growth_horizon=spec.growth_horizon,
-            eos_token_ids=spec.eos_token_ids,
-            lanes=spec.lanes,
-            burst_steps=spec.burst_steps,
-            sparse=spec.sparse,
-        )
 
     async def _warm_up(self, prompt_lengths: Sequence[int]) -> None:
         """First steps through all stages, before the first request pays for what happens once."""
@@ -173,7 +157,7 @@ class SchedulerActor:
         while not (scheduler.is_idle and self._pipeline.is_quiet and self._recovering is None):
             await asyncio.sleep(0.002)
             self._alive()
-        fresh = self._new_scheduler()
+        fresh = self._spec.new_scheduler(self._capacities)
         fresh.epoch = scheduler.epoch + 1
         self._scheduler = fresh
         await self._ask_stages("reset_stats")

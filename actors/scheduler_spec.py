@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qsa.actors.watchdog import STUCK_S, TICK_S
 from qsa.kernels.registry import SparseConfig
+from qsa.scheduler.growth import StageCapacity
+from qsa.scheduler.scheduler import Scheduler
 
 LEASE_S = 30.0  # a client that has not polled for so long is gone, and its requests are aborted
 
@@ -39,3 +42,19 @@ class SchedulerSpec:
     tick_s: float = TICK_S
     stuck_s: float = STUCK_S
     start_timeout_s: float = 600.0
+
+    def new_scheduler(self, capacities: Sequence[StageCapacity]) -> Scheduler:
+        """One that knows of no request yet, over stages of these capacities."""
+        return Scheduler(
+            capacities,
+            max_sequences=self.max_sequences,
+            max_waiting=self.max_waiting,
+            max_model_len=self.max_model_len,
+            prefill_chunk=self.prefill_chunk,
+            busy_chunk=self.busy_chunk,
+            growth_horizon=self.growth_horizon,
+            eos_token_ids=self.eos_token_ids,
+            lanes=self.lanes,
+            burst_steps=self.burst_steps,
+            sparse=self.sparse,
+        )

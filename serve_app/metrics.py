@@ -35,7 +35,9 @@ SCHEDULER_TOTALS = (
     "steps",
 )
 STAGE_TOTALS = ("busy_seconds", "wait_seconds", "transfer_seconds", "steps", "tokens", "sent_bytes")
-COUNTERS = frozenset([f"scheduler_{name}" for name in SCHEDULER_TOTALS] + [f"stages_{name}" for name in STAGE_TOTALS])
+COUNTERS = frozenset(
+    [*(f"scheduler_{name}" for name in SCHEDULER_TOTALS), *(f"stages_{name}" for name in STAGE_TOTALS), "recoveries"]
+)
 LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
