@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from qsa.actors.telemetry import StageStats
+from qsa.actors.telemetry import EngineStats, StageStats
 from qsa.memory.pool_stats import PoolStats
 from qsa.scheduler.counters import SchedulerCounters
 from qsa.serve_app.metrics import COUNTERS, HttpMetrics, with_unit
@@ -50,6 +50,7 @@ def test_a_stage_has_its_times_in_seconds_and_its_transport():
 def test_every_counter_is_a_number_of_the_statistics():
     fields = {f"scheduler_{with_unit(field.name)}" for field in dataclasses.fields(SchedulerCounters)}
     fields |= {f"stages_{with_unit(field.name)}" for field in dataclasses.fields(StageStats)}
+    fields |= {field.name for field in dataclasses.fields(EngineStats)}
     assert fields >= COUNTERS
 
 
