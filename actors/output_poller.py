@@ -42,6 +42,7 @@ class OutputPoller:
         self._changed = threading.Condition()
         self._dead: str | None = None
         self._lost: str | None = None
+        self._num_lost = 0
         self._thread: threading.Thread | None = None
 
     @property
@@ -93,6 +94,7 @@ class OutputPoller:
             if self._dead is not None or self._lost is not None:
                 return []
             self._lost = reason
+            self._num_lost += 1
             return self._take_mailboxes()
 
     def resume(self) -> None:
@@ -123,9 +125,12 @@ class OutputPoller:
                 self._changed.wait_for(lambda: (self._mailboxes and self._lost is None) or self._dead is not None)
                 if self._dead is not None:
                     return
+                num_lost = self._num_lost
             try:
                 outputs = self._poll()
             except Exception as error:  # of whatever kind: without polls no request can go on
+                if is_lost(error) and self._num_lost != num_lost:
+                    continue  # the one that was polled is lost, which is known; its successor may be there already
                 reason = str(engine_error(error, "the scheduler"))
                 mailboxes = self._lose(reason) if is_lost(error) else []  # first: who is told now may `resume` at once
                 if is_lost(error) and self._on_lost():

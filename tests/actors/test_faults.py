@@ -156,3 +156,9 @@ def test_a_few_faults(ray_driver):
 @pytest.mark.parametrize("seed", [2, 3])
 def test_fifty_faults_in_a_row(ray_driver, seed):
     soak(50, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["object_store", "rdt"])
+def test_faults_under_the_other_transports(ray_driver, transport):
+    soak(15, seed=5, pipeline={"transport": transport})

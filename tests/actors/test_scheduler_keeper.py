@@ -235,6 +235,34 @@ def test_open_requests_end_when_the_scheduler_is_lost_and_later_ones_go_on():
     poll(scenario)
 
 
+def test_a_poll_that_fails_after_the_scheduler_is_back_ends_nothing():
+    """Ray takes a second or two to say that the one who was asked is gone; the keeper may be quicker."""
+    is_polled, is_gone = threading.Event(), threading.Event()
+    outputs = [[RequestOutput("b")]]
+
+    def source():
+        if not is_polled.is_set():  # the poll of the one that dies
+            is_polled.set()
+            is_gone.wait(5)
+            raise GONE
+        time.sleep(0.01)
+        return outputs.pop() if outputs else []
+
+    async def main():
+        poller = OutputPoller(source, "test", lambda: True)
+        first = poller.open("a")
+        await asyncio.to_thread(is_polled.wait, 5)
+        poller.interrupt("the scheduler has died")
+        assert type(await asyncio.wait_for(first.get(), 2)) is EngineRecoveringError
+        poller.resume()
+        second = poller.open("b")
+        is_gone.set()
+        assert (await asyncio.wait_for(second.get(), 2)).request_id == "b"
+        poller.fail("the test is over")
+
+    asyncio.run(main())
+
+
 def test_an_engine_that_says_that_it_is_dead_is_dead():
     async def scenario(source, poller):
         queue = poller.open("a")
