@@ -148,10 +148,11 @@ class StageActor:
 
     def reset(self, epoch: int) -> None:
         """Close every slot and let go of the link; plans of older epochs are dropped from now on."""
-        self._epoch = self._reset_epoch = epoch
+        self._epoch = epoch
         steps = self._loaded()
-        steps.settle()
+        steps.settle()  # a card may wait for a stage that is gone, until `abandon` ends that
         steps.unlink()
+        self._reset_epoch = epoch
         steps.release(range(self._spec.max_sequences))
 
     # steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -272,6 +273,27 @@ def test_known_tokens_are_fed_one_a_step_before_any_is_sampled():
         assert tokens == [None, None, first, next_token(first, 4), next_token(next_token(first, 4), 5)]
 
     play(scenario)
+
+
+def test_a_reset_that_waits_for_its_card_is_helped_by_a_late_word_to_give_up():
+    async def scenario(s):
+        stage = s.stages[1]
+        steps = stage.actor._steps
+        link, is_waiting = steps.transport, threading.Event()
+        abandoned = threading.Event()
+        end, link.abandon = link.abandon, lambda *reason: (end(*reason), abandoned.set())
+
+        def settle() -> None:
+            is_waiting.set()
+            assert abandoned.wait(10), "the card waits for ever"
+
+        steps.settle = settle
+        resetting = stage.reset.remote(3)
+        assert await asyncio.to_thread(is_waiting.wait, 10)
+        await stage.abandon.remote(3)
+        await asyncio.wait_for(resetting, 15)
+
+    play(scenario, transport="p2p")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
