@@ -68,12 +68,14 @@ class StageActor:
     def measure_layers(self, sparse_id: int) -> LayerTimes | None:
         """What layers, head and embedding cost here, before it is known which ones are this stage's.
 
-        None on all stages but the last, which import meanwhile what loading needs, and where a test brings its own model.
+        None on all stages but the last, which import meanwhile what loading needs, and where a test brings its own model; a
+        builder whose layers are the product's says so by an attribute `has_real_layers`.
         """
         from qsa.actors.layer_measure import measure_layers  # noqa: PLC0415
         from qsa.actors.stage_steps import build_model  # noqa: PLC0415
 
-        if not self._spec.is_last or self._build not in (None, build_model):
+        is_real = self._build in (None, build_model) or getattr(self._build, "has_real_layers", False)
+        if not self._spec.is_last or not is_real:
             return None
         return measure_layers(self._spec, sparse_id)
 

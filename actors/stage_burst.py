@@ -3,6 +3,9 @@
     stage 0      computes lane 0 | lane 1 | lane 0 ...     sends plan and hidden states, takes the last stage's answer
     other stages compute what arrives, in its order        pass it on; the last one samples and answers
 
+While stage 0 waits for a step's tokens it prepares the lane's next one, as it will be if no token ends a sequence: of a step
+on a card then nothing is left to do but to copy tokens and to launch a graph.
+
 A frame's header is all that a following stage knows of a burst: it needs no state of its own, and when a step fails the
 failure travels the same way as the step.
 """
@@ -126,6 +129,7 @@ def drive(steps: StageSteps, burst: Burst, report: Report, working: Progress) ->
             launch(lane)
         while under_way:
             plan = under_way.popleft()
+            steps.prepare(burst.expected_step(plan.lane))
             with steps.timer.wait(plan.lane, plan.step):
                 result = StepResult.from_bytes(transport.take_answer())
             assert (result.epoch, result.step, result.lane) == (plan.epoch, plan.step, plan.lane), (
@@ -135,6 +139,7 @@ def drive(steps: StageSteps, burst: Burst, report: Report, working: Progress) ->
             launch(plan.lane, result)
             steps.timer.settle()
     finally:
+        steps.drop_ahead()
         transport.send(0, END, None)
     return burst.end((time.perf_counter() - began) * 1e3)
 
@@ -151,7 +156,9 @@ def _drive_alone(steps: StageSteps, burst: Burst, report: Report, working: Progr
         working(True)
         try:
             with steps.timer.compute(plan.lane, plan.step):
-                results = steps.sample(plan, steps.compute(plan, None))
+                choices = steps.begin_sample(plan, steps.compute(plan, None))
+                steps.prepare(burst.expected_step(lanes[1 % len(lanes)]))
+                results = choices.wait()
             result = StepResult(plan.epoch, plan.step, plan.lane, results, steps.selection(plan))
         except Exception as error:
             result = failed(plan, error)
@@ -160,6 +167,7 @@ def _drive_alone(steps: StageSteps, burst: Burst, report: Report, working: Progr
         working(False)
         steps.timer.settle()
         lanes.rotate(-1)
+    steps.drop_ahead()
 
 
 def follow(steps: StageSteps, working: Progress, count: Callable[[int], None]) -> None:

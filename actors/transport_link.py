@@ -100,6 +100,12 @@ class Link:
         """Whether a read finds something, if only that the connection has ended."""
         return bool(self._poll.poll(0))
 
+    def look_out(self, seconds: float) -> None:
+        """Wait for `has_something` without sleeping, at most so long: a thread that sleeps is woken late."""
+        deadline = time.perf_counter() + seconds
+        while not self.has_something and time.perf_counter() < deadline:
+            time.sleep(0)  # other threads may run
+
     def read_signals(self, wait: bool) -> bytes:
         """Single bytes that the other side has sent with `signal`: all that are there; with `wait`, at least one."""
         try:

@@ -24,6 +24,7 @@ from qsa.actors.transport_wire import GLOO, SOCKET, Groups, negotiate
 from qsa.errors import ConfigError
 
 ANSWER = 3
+LOOK_OUT_S = 0.05  # longer than the other stages' steps take
 _JOIN_S = 2.0
 
 
@@ -179,6 +180,8 @@ class P2PTransport:
     def take_answer(self) -> bytes:
         with self._counted("wait_s"):
             assert self._answers is not None, "one stage is answered by nobody"
+            if self._device.type == "cuda":  # which does nothing until its host has heard the tokens
+                self._answers.look_out(LOOK_OUT_S)
             return self._answers.read().header
 
     def deliver(self, epoch: int, kind: str, header: bytes, packed: Any) -> bool:

@@ -84,6 +84,9 @@ def build_filling(spec: StageSpec) -> Model:
     return FillingModel(build_model(replace(spec, sparse=real)), spec)
 
 
+build_filling.has_real_layers = True  # type: ignore[attr-defined]  # so the engine measures them
+
+
 class _RealIds:
     """The inner model's attention under the higher ids too."""
 
@@ -133,6 +136,12 @@ class FillingModel:
             return torch.zeros(len(sample_rows), inner.spec.vocab_size, device=device)
         num_tokens = sum(segment.extend_len for segment in segments)
         return torch.zeros(num_tokens, inner.spec.hidden_size, dtype=inner.dtype, device=device)
+
+    def prepare_decode(self, segments: Sequence[Segment]) -> Any:
+        """The inner model's, which only some have."""
+        prepare = getattr(self._inner, "prepare_decode", None)
+        real = [replace(segment, sparse_id=segment.sparse_id % FILLED) for segment in segments]
+        return None if prepare is None else prepare(real)
 
     def _fill(self, segment: Segment) -> None:
         """Room for the segment's tokens, with random bytes in the chunks that are new."""

@@ -115,8 +115,8 @@ class _Staging:
         self._array = self.ints.numpy()
         self.event = torch.cuda.Event() if is_cuda else None
 
-    def fill(self, rows: DecodeRows, token_ids: torch.Tensor | None) -> None:
-        """Wait until the device has the numbers of the step before last but two, then write those of this one."""
+    def fill(self, rows: DecodeRows) -> None:
+        """Wait until the device has the numbers of the step before last but two, then write those of this one but tokens."""
         if self.event is not None:
             self.event.synchronize()
         count, array = len(rows.slots), self._array
@@ -126,8 +126,10 @@ class _Staging:
         array[FIRST_DUE:, :count] = rows.due
         if rows.places is not None:
             array[PLACE, :count] = rows.places
-        if token_ids is not None:
-            array[TOKEN, :count] = token_ids.numpy() if rows.places is None else token_ids.numpy()[list(rows.places)]
+
+    def fill_tokens(self, rows: DecodeRows, token_ids: torch.Tensor) -> None:
+        given = token_ids.numpy()
+        self._array[TOKEN, : len(rows.slots)] = given if rows.places is None else given[list(rows.places)]
 
 
 class _Bucket:
@@ -154,6 +156,16 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     out: torch.Tensor
     figures: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class ReadyStep:
+    """A step whose numbers are on the host, all but its tokens. It runs once, or never."""
+
+    rows: DecodeRows
+    bucket: _Bucket
+    staging: _Staging
+    captured: _Captured | None
 
 
 Compute = Callable[[int, DecodeBuffers, bool], tuple[torch.Tensor, torch.Tensor | None]]
@@ -196,7 +208,16 @@ class DecodeSteps:
     def num_graphs(self) -> int:
         return len(self._graphs)
 
-    def run(self, rows: DecodeRows, given: torch.Tensor) -> tuple[torch.Tensor, HostFigures | None, torch.Tensor]:
+    def prepare(self, rows: DecodeRows) -> ReadyStep:
+        """What of a step does not need its tokens or hidden states; other steps may run before it does."""
+        count = len(rows.slots)
+        size = min(size for size in self._buckets if size >= count)
+        bucket = self._buckets[size]
+        staging = bucket.next()
+        staging.fill(rows)
+        return ReadyStep(rows, bucket, staging, self._graphs.get((rows.sparse_id, size, rows.scans_rare)))
+
+    def run(self, ready: ReadyStep, given: torch.Tensor) -> tuple[torch.Tensor, HostFigures | None, torch.Tensor]:
         """One step.
 
         Args:
@@ -205,18 +226,16 @@ class DecodeSteps:
         Returns:
             The rows' results in memory of their own, their figures on the way to the host, and `rows.places` on the device.
         """
-        count = len(rows.slots)
-        size = min(size for size in self._buckets if size >= count)
-        bucket = self._buckets[size]
-        buffers, staging = bucket.buffers, bucket.next()
+        rows, bucket, staging, captured = ready.rows, ready.bucket, ready.staging, ready.captured
+        count, buffers = len(rows.slots), bucket.buffers
         is_tokens = buffers.hidden is None
-        staging.fill(rows, given if is_tokens and given.device.type == "cpu" else None)
+        if is_tokens and given.device.type == "cpu":
+            staging.fill_tokens(rows, given)
         buffers.ints.copy_(staging.ints, non_blocking=True)
         if not is_tokens or given.device.type != "cpu":
             target = buffers.token_ids if buffers.hidden is None else buffers.hidden
             given = given.to(self._device, non_blocking=True)
             target[:count] = given if rows.places is None else given.index_select(0, buffers.places[:count])
-        captured = self._graphs.get((rows.sparse_id, size, rows.scans_rare))
         if captured is None:
             out, figures = self._compute(rows.sparse_id, buffers, rows.scans_rare)
         else:

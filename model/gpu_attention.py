@@ -207,12 +207,16 @@ class GpuAttention:
         slots, seq_lens = [segment.slot for segment in segments], [segment.end for segment in segments]
         method = self._methods.get(sparse_id)
         if method is None:
-            for slot, seq_len in zip(slots, seq_lens):
-                self._figures.add(SlotSelection(slot, *(float(self.num_layers * seq_len),) * 2))
             return DecodeRows(sparse_id, slots, seq_lens, np.zeros((self.num_layers, len(slots)), np.int32), places)
         due = method.clock.tick(slots, seq_lens)
         scans_rare = not method.is_rare.any() or bool(due[method.is_rare].any())
         return DecodeRows(sparse_id, slots, seq_lens, due, places, scans_rare)
+
+    def unplan_decode(self, rows: DecodeRows) -> None:
+        """Take back what `plan_decode` has planned, for a step that is not run; the room that was made stays."""
+        method = self._methods.get(rows.sparse_id)
+        if method is not None:
+            method.clock.tick_back(rows.slots, rows.seq_lens)
 
     def scan_forms(self, sparse_id: int) -> tuple[bool, ...]:
         """With or without scans in layers that rarely scan: the forms of a configuration's decode steps."""
@@ -282,8 +286,11 @@ class GpuAttention:
         )  # fmt: skip
 
     def count(self, rows: DecodeRows, figures: HostFigures | None) -> None:
-        """Take the figures of a decode step into account once they arrive."""
-        if figures is not None:
+        """Take the figures of a decode step into account once they arrive; dense rows have none to wait for."""
+        if figures is None:
+            for slot, seq_len in zip(rows.slots, rows.seq_lens):
+                self._figures.add(SlotSelection(slot, *(float(self.num_layers * seq_len),) * 2))
+        else:
             self._figures.add_later(self.sparse[rows.sparse_id], rows, figures)
 
     # prefill

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from qsa.errors import OutOfChunksError
 from qsa.kernels.pointwise_triton import add_rms_norm
 from qsa.model.batch import Segment, split_groups
 from qsa.model.checkpoint.load import Checkpoint
-from qsa.model.decode_graph import DecodeBuffers, DecodeRows, DecodeSteps
+from qsa.model.decode_graph import DecodeBuffers, DecodeRows, DecodeSteps, ReadyStep
 from qsa.model.gpu_attention import DecodeStep, GpuAttention, PrefillStep
 from qsa.model.gpu_warm_up import warm_up
 from qsa.model.spec import ModelSpec
@@ -277,9 +278,39 @@ class GpuStageModel:
         return out
 
     def _run_decode(self, plan: DecodeRows, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out, figures, places = self._steps.run(plan, given)
-        self.attention.count(plan, figures)
+        return self._run_ready(self._steps.prepare(plan), given)
+
+    def _run_ready(self, ready: ReadyStep, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, figures, places = self._steps.run(ready, given)
+        self.attention.count(ready.rows, figures)
         return out, places
+
+    @torch.inference_mode()
+    def prepare_decode(self, segments: Sequence[Segment]) -> ReadyStep | None:
+        """Do ahead what `forward` of these decode segments does on the host before it launches anything.
+
+        To be followed by `run_prepared` or `drop_prepared`, and by no `forward` of the same slots before that.
+
+        Returns:
+            None where it is not done ahead: there is no room for the tokens, or the rows have several configurations.
+        """
+        sparse_ids = {segment.sparse_id for segment in segments}
+        if len(sparse_ids) != 1:
+            return None
+        try:
+            rows = self.attention.plan_decode(sparse_ids.pop(), segments, None)
+        except OutOfChunksError:
+            return None
+        return self._steps.prepare(rows)
+
+    @torch.inference_mode()
+    def run_prepared(self, ready: ReadyStep, token_ids: torch.Tensor) -> torch.Tensor:
+        """What `forward` returns for the segments that were prepared; on the first stage, with all rows wanted."""
+        return self._run_ready(ready, token_ids)[0]
+
+    def drop_prepared(self, ready: ReadyStep) -> None:
+        """The step is not run after all."""
+        self.attention.unplan_decode(ready.rows)
 
     def _decode_rows(
         self, sparse_id: int, buffers: DecodeBuffers, scans_rare: bool

@@ -73,6 +73,12 @@ class ScanClock:
             self._scanned[slot] = step if every else step + 1
         return (np.array(fits) | (np.array(steps) % self._intervals == 0)).astype(np.int32)
 
+    def tick_back(self, slots: Sequence[int], seq_lens: Sequence[int]) -> None:
+        """Take the last `tick` of these slots back."""
+        for slot, seq_len in zip(slots, seq_lens):
+            if num_candidates(self._config, seq_len) > self._config.max_pool_size:
+                self._scanned[slot] -= 1
+
 
 class SelectionFigures:
     """What selection did for every slot since it was last asked. The state: sums, and figures on their way from the device."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from qsa.config import EngineConfig
@@ -19,7 +19,9 @@ from qsa.model.spec import ModelSpec
 
 HEAD_SHARE = 0.5  # the head counts like this share of its weights in layers: it runs for sampled rows only
 SLACK = 0.03  # a split stays as estimated while the best one's slowest stage is no more than this faster
+CARD_SLACK = 0.07  # on cards: a round is a step's way through all stages and back, longer than two steps of the slowest one
 MAX_HEAD = 2.1  # times what its size says; a sampler and attention can explain less, a busy machine measures anything
+CARD_MAX_HEAD = 4.0  # on cards: the sampler is many small launches
 MAX_SPREAD = 0.25  # times whose two halves differ by more are not believed
 
 
@@ -88,7 +90,9 @@ def plan_split(spec: ModelSpec, config: EngineConfig, times: LayerTimes | None =
     """Layers of each stage: as pipeline.split says, else by measured times, else by the sizes of weights.
 
     Measured times change the estimated split only where that makes the slowest stage more than `SLACK` faster, and then to
-    the nearest split that is within `SLACK` of the best: so noise does not move layers from one start to the next.
+    the nearest split that is within `SLACK` of the best: so noise does not move layers from one start to the next. On cards
+    it is the most even split within `CARD_SLACK` of the best, in either case: more than that decodes lose anyway between two
+    steps, and prompts, where the head counts nothing, want as many layers on each stage.
 
     Raises:
         ConfigError: the layers do not go into so many stages.
@@ -99,9 +103,11 @@ def plan_split(spec: ModelSpec, config: EngineConfig, times: LayerTimes | None =
             f"pipeline.split is {list(given)}, {sum(given)} layers, but {spec.name} has {num_layers};"
             " every stage needs at least one"
         )
-    head_layers = head_cost_layers(spec)
-    estimate = split_by_time(num_layers, num_stages, 1.0, 0.0, head_layers)
-    problem = None if times is None else why_not(times, num_layers, head_layers)
+    head_layers, is_card = head_cost_layers(spec), config.pipeline.device == "cuda"
+    even = even_split(num_layers, num_stages) if is_card else None
+    slack, max_head = (CARD_SLACK, CARD_MAX_HEAD) if is_card else (SLACK, MAX_HEAD)
+    estimate = split_by_time(num_layers, num_stages, 1.0, 0.0, head_layers, near=even, slack=slack)
+    problem = None if times is None else why_not(times, num_layers, head_layers, max_head)
     remark = f"measured times were not used: {problem}" if problem else ""
     times = None if problem else times
     if given is not None:
@@ -109,7 +115,7 @@ def plan_split(spec: ModelSpec, config: EngineConfig, times: LayerTimes | None =
     if times is None:
         return LayerSplit(estimate, "estimated", None, head_layers, estimate, remark)
     parts = times.layer_ms, times.first_ms, times.head_ms
-    counts = split_by_time(num_layers, num_stages, *parts, near=estimate, fixed_ms=times.step_ms)
+    counts = split_by_time(num_layers, num_stages, *parts, near=even or estimate, slack=slack, fixed_ms=times.step_ms)
     return LayerSplit(counts, "measured", times, head_layers, estimate)
 
 
@@ -124,7 +130,7 @@ def lane_batch(config: EngineConfig) -> int:
     return -(-config.limits.max_sequences // num_lanes(config))
 
 
-def why_not(times: LayerTimes, num_layers: int, head_layers: float) -> str | None:
+def why_not(times: LayerTimes, num_layers: int, head_layers: float, max_head: float = MAX_HEAD) -> str | None:
     """What is wrong with measured times; None when they can be used. `head_layers`: the head's time in layers, by sizes."""
     if len(times.layer_ms) != num_layers:
         return f"they are of {len(times.layer_ms)} layers, not {num_layers}"
@@ -134,7 +140,7 @@ def why_not(times: LayerTimes, num_layers: int, head_layers: float) -> str | Non
     if times.spread > MAX_SPREAD:
         return f"repeated, they differ by {times.spread:.0%}"
     measured = times.head_ms * num_layers / sum(times.layer_ms)
-    if measured > MAX_HEAD * max(1.0, head_layers):
+    if measured > max_head * max(1.0, head_layers):
         return f"the head would take as long as {measured:.1f} layers, where its size says {head_layers:.1f}"
     return None
 
@@ -166,6 +172,12 @@ def stage_times(counts: Sequence[int], layer_ms: Sequence[float] | float, first_
     return tuple(times)
 
 
+def even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage, as many on each as can be."""
+    ends = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
+    return tuple(end - begin for begin, end in pairwise(ends))
+
+
 def split_by_time(
     num_layers: int,
     num_stages: int,
@@ -174,6 +186,7 @@ def split_by_time(
     head_ms: float,
     *,
     near: Sequence[int] | None = None,
+    slack: float = SLACK,
     fixed_ms: float = 0.0,
 ) -> tuple[int, ...]:
     """Layers of each stage, at least one, so that the slowest stage is as fast as can be.
@@ -182,8 +195,8 @@ def split_by_time(
 
     Args:
         layer_ms, first_ms, head_ms: as `stage_times` takes them.
-        near:     another split: of all whose slowest stage is at most `SLACK` slower than the best's, the nearest to it.
-        fixed_ms: that each stage takes besides, whatever its layers; part of what `SLACK` is a share of.
+        near:     another split: of all whose slowest stage is at most `slack` slower than the best's, the nearest to it.
+        fixed_ms: that each stage takes besides, whatever its layers; part of what `slack` is a share of.
 
     Raises:
         ConfigError: fewer layers than stages.
@@ -200,7 +213,7 @@ def split_by_time(
         return fixed_ms + ends + until[end] - until[begin]
 
     slowest, _ = _cheapest(num_layers, num_stages, time, max)
-    limit = slowest * (1 + (SLACK if near is not None else 0.0) + 1e-9)  # sums in another order differ in their last digits
+    limit = slowest * (1 + (slack if near is not None else 0.0) + 1e-9)  # sums in another order differ in their last digits
     wanted = list(accumulate(near)) if near is not None else []
 
     def cost(stage: int, begin: int, end: int) -> float:

@@ -35,6 +35,17 @@ class Burst:
         self._under_way[lane] = step
         return step
 
+    def expected_step(self, lane: int) -> tuple[tuple[int, int], ...]:
+        """Slot and position of every row of the lane's next step, if no token ends its row; empty when there will be none.
+
+        May be asked while a step is under way, whose tokens nobody knows yet.
+        """
+        is_under_way = self._under_way[lane] is not None
+        if self._is_cut or self._num_steps[lane] + is_under_way >= self.plan.max_steps:
+            return ()
+        places = (row.expected_place(is_under_way) for row in self._lanes[lane])
+        return tuple(place for place in places if place is not None)
+
     def apply(self, result: StepResult) -> None:
         """Take the answer to the lane's step under way; rows that ended or failed with it drop out."""
         step = self._under_way[result.lane]
@@ -85,6 +96,13 @@ class _Row:
         sampling = item.sampling if fed + 1 == len(self._known) else None
         counts = tuple(self._counts.items()) if sampling is not None and sampling.needs_counts else ()
         return SequenceStep(item.request_id, item.slot, item.start + fed, (self._known[fed],), False, sampling, counts)
+
+    def expected_place(self, is_under_way: bool) -> tuple[int, int] | None:
+        """Slot and position of the row's next step; None when the one under way is sure to be its last."""
+        fed = self._num_fed + is_under_way
+        if fed == len(self._known) and self._remaining <= 1:
+            return None
+        return self.item.slot, self.item.start + fed
 
     def go_on(self, token_id: int | None, eos_token_ids: frozenset[int]) -> bool:
         """Take what the step gave; False when the row ends with it, or when it gave no token although it should have."""

@@ -14,7 +14,7 @@ from qsa.config import EngineConfig, make_config
 from qsa.errors import ConfigError
 from qsa.model.checkpoint.load import open_checkpoint
 from qsa.model.layer_times import LayerTimes
-from qsa.split import SLACK, has_choice, lane_batch, plan_split, split_by_time, stage_times
+from qsa.split import CARD_SLACK, SLACK, even_split, has_choice, lane_batch, plan_split, split_by_time, stage_times
 
 TIMES = st.floats(0.01, 100)
 
@@ -176,3 +176,22 @@ def test_when_there_is_something_to_measure_and_for_how_many_sequences(spec):
         assert not has_choice(spec, config(**nothing))
     assert lane_batch(config()) == 4 and lane_batch(config(num_stages=1)) == 8 and lane_batch(config(lanes=1)) == 8
     assert lane_batch(make_config({"limits": {"max_sequences": 5}})) == 3
+
+
+def test_on_cards_the_most_even_split_that_costs_decodes_nothing_is_taken(spec):
+    """30 layers; the head of the default model counts as 4 layers by its size, and measured as what the times say."""
+    cards = make_config({"pipeline": {"device": "cuda", "gpus_per_stage": 1.0}})
+    on_card = {"device": "NVIDIA", "first_ms": 0.0, "batch": 4, "context": 4096}
+    assert plan_split(spec, cards).counts == (16, 14) and plan_split(spec, config()).counts == (17, 13)
+    for head_ms, counts in ((1.0, (15, 15)), (3.0, (15, 15)), (5.0, (16, 14)), (8.0, (18, 12)), (15.0, (21, 9))):
+        split = plan_split(spec, cards, LayerTimes((1.0,) * 30, head_ms, **on_card))
+        assert (split.source, split.counts) == ("measured", counts)
+        assert max(split.stage_times) <= (1 + CARD_SLACK) * max(
+            stage_times(split_by_time(30, 2, 1.0, 0.0, head_ms), 1.0, 0.0, head_ms)
+        )
+    assert plan_split(spec, cards, LayerTimes((1.0,) * 30, 17.0, **on_card)).remark
+
+
+@pytest.mark.parametrize(("num_stages", "counts"), [(1, (30,)), (2, (15, 15)), (4, (7, 8, 7, 8)), (7, (4, 4, 4, 5, 4, 4, 5))])
+def test_even_splits(num_stages, counts):
+    assert even_split(30, num_stages) == counts

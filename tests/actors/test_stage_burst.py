@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from scripted_stage import NAN, RAISE_0, RAISE_LAST, LocalStage, expected_tokens, next_token
@@ -113,6 +114,28 @@ def test_bursts_give_every_sequence_its_tokens(num_stages, transport):
             assert stats.tokens == sum(map(len, prompts.values())) + 5 * 17 + 4 * 5 + 3 + 4 * 1
 
     play(scenario, num_stages, transport)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_steps_are_prepared_while_tokens_are_awaited(num_stages):
+    """All but a lane's first one; what was prepared for a row that has ended is dropped, and nothing is left at the end."""
+
+    async def scenario(s):
+        for slot in range(2):
+            await s.prefill(slot, [50 + slot])
+        first = s.stages[0].actor._steps.model
+        lanes = [[0], [1]] if num_stages > 1 else [[0, 1]]
+        await s.run(s.plan(lanes, 10))
+        assert (first.num_prepared, first.num_dropped, first.prepared) == (9 * len(lanes), 0, None)
+        plan = s.plan(lanes, 10)
+        tokens = expected_tokens(s._open[0][:1], len(s._open[0]) + 3)[-4:]
+        results, _ = await s.run(replace(plan, eos_token_ids=(tokens[2],)))  # slot 0 ends with its third step of ten
+        assert first.num_dropped == 1 and first.prepared is None
+        assert sum(e.request_id == "r0" for result in results for e in result.results) == 3
+        for slot in range(2):
+            assert s._open[slot][1:] == expected_tokens([50 + slot], len(s._open[slot]) - 1)
+
+    play(scenario, num_stages, "p2p")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -166,6 +166,40 @@ def test_a_slot_begins_anew(gpu):
     assert attention.cache.seq_len(3) == 0 and gpu.figures() == []
 
 
+def test_a_prepared_step_is_the_step_itself(gpu, sparse_id=2):
+    """Prepared, dropped and prepared again, with another one's step in between: the same bits and figures."""
+    want = gpu.run(sparse_id, steps=4)
+    figures = gpu.figures()
+    gpu.prefill(1, sparse_id)
+    gpu.prefill(2, sparse_id)
+    gpu.figures()
+    stage, got = gpu.stages[0], []
+    for position in range(PROMPT, PROMPT + 4):
+        segments = [Segment(1, position, position + 1, sparse_id, False)]
+        stage.drop_prepared(stage.prepare_decode(segments))
+        ready = stage.prepare_decode(segments)
+        gpu.decode([2], position, [sparse_id])
+        got.append(stage.run_prepared(ready, gpu.tokens[1, position : position + 1]).cpu())
+    assert torch.equal(torch.cat(got), want[len(want) - 4 :])
+    assert [one.attended > 0 for one in gpu.figures()] == [True, True] and figures
+    mixed = [Segment(1, PROMPT + 4, PROMPT + 5, sparse_id, False), Segment(2, PROMPT + 4, PROMPT + 5, 1, False)]
+    assert stage.prepare_decode(mixed) is None
+    gpu.open(3, sparse_id)
+    for slot in (1, 2):
+        stage.attention.release(slot)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_step_is_prepared_without_room(device, checkpoint):
+    model = Model(checkpoint, device, num_chunks=2)  # K and V of two layers, without summaries
+    stage = model.stages[0]
+    model.open(0, 0)
+    model.open(1, 0)
+    assert stage.prepare_decode([Segment(0, 0, 1, 0, False)]) is not None
+    assert stage.prepare_decode([Segment(1, 0, 1, 0, False)]) is None
+    stage.close()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_two_stages_equal_one(checkpoint, device, gpu):
     two = Model(checkpoint, device, cuts=[1])

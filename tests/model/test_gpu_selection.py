@@ -30,6 +30,8 @@ def test_layers_scan_as_on_the_host(rerank):
             attention.forget(0)
             clock.forget(0)
         run_decode(attention, 0, seq, position, position + 1, 1)
+        clock.tick([0], [position + 1])
+        clock.tick_back([0], [position + 1])  # as if it had not been
         due = clock.tick([0], [position + 1])[:, 0].tolist()
         groups = attention._uncounted
         if groups and not groups[0].all_slots:
@@ -97,6 +99,7 @@ def test_steps_without_figures_leave_those_of_others_alone():
     hosts = []
     for token in range(STEPS_IN_FLIGHT):
         for sparse_id in (1, 0):
-            _, host, _ = steps.run(DecodeRows(sparse_id, [0], [9], np.zeros((2, 1), np.int32)), torch.tensor([token]))
+            ready = steps.prepare(DecodeRows(sparse_id, [0], [9], np.zeros((2, 1), np.int32)))
+            _, host, _ = steps.run(ready, torch.tensor([token]))
             hosts += [] if host is None else [host]
     assert [float(host.wait()[0, 0, 0]) for host in hosts] == list(range(STEPS_IN_FLIGHT))

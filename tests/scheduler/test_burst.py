@@ -129,3 +129,25 @@ def test_answers_to_other_steps_are_noticed():
     burst.apply(answer(step))
     with pytest.raises(AssertionError, match="no step under way"):
         burst.apply(answer(step))
+
+
+def test_the_next_step_is_foreseen_as_far_as_it_can_be():
+    burst = make_burst(
+        [item("a"), item("b", token_ids=(5, 6), remaining=1), item("c", start=20, remaining=2)],
+        [item("d"), item("e")],
+        max_steps=3,
+    )
+    assert burst.expected_step(0) == ((97, 10), (98, 10), (99, 20))
+    step = burst.next_step(0)
+    assert burst.expected_step(0) == ((97, 11), (98, 11), (99, 21)), "b's token is known, c may have one more"
+    burst.apply(answer(step))
+    step = burst.next_step(0)
+    assert [(i.slot, i.start) for i in step.items] == [(97, 11), (98, 11), (99, 21)]
+    assert burst.expected_step(0) == ((97, 12),), "b and c end with their last token"
+    burst.apply(answer(step))
+    burst.next_step(0)
+    assert burst.expected_step(0) == (), "the burst has no fourth step"
+    burst.next_step(1)
+    assert burst.expected_step(1) == ((100, 11), (101, 11))
+    burst.cut()
+    assert burst.expected_step(1) == ()
