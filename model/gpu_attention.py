@@ -31,7 +31,7 @@ from qsa.model.gpu_tiles import GpuTiles, near_tokens, plan_gpu_tiles
 from qsa.model.selection import SlotSelection
 
 SCORE_BYTES = 1 << 27  # scores of sampled prefill queries in memory at once
-SMALL_CHUNK = 1 << 22  # queries times keys
+SMALL_CHUNK = 1 << 25  # queries times keys: what sparse prompts attend to densely, but for a whole first chunk
 MIN_TILE = 16  # queries of a prefill tile: rows of a product on the tensor cores
 
 

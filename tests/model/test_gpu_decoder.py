@@ -166,8 +166,9 @@ def test_a_slot_begins_anew(gpu):
     assert attention.cache.seq_len(3) == 0 and gpu.figures() == []
 
 
-def test_a_prepared_step_is_the_step_itself(gpu, sparse_id=2):
+def test_a_prepared_step_is_the_step_itself(gpu):
     """Prepared, dropped and prepared again, with another one's step in between: the same bits and figures."""
+    sparse_id = 2
     want = gpu.run(sparse_id, steps=4)
     figures = gpu.figures()
     gpu.prefill(1, sparse_id)
