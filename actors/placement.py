@@ -22,7 +22,7 @@ from qsa.actors.stage import StageActor
 from qsa.actors.stage_spec import StageSpec
 from qsa.actors.stage_steps import ModelBuilder
 from qsa.config import EngineConfig
-from qsa.device import busy_chunk, missing_for_cards, num_lanes, prefill_chunk, settle, stage_threads
+from qsa.device import burst_steps, busy_chunk, missing_for_cards, num_lanes, prefill_chunk, settle, stage_threads
 from qsa.errors import ConfigError
 from qsa.memory.budget import CardMemory
 from qsa.model.checkpoint.load import Checkpoint
@@ -128,7 +128,7 @@ def plan_engine(
         eos_token_ids=checkpoint.eos_token_ids,
         lanes=num_lanes(config),
         busy_chunk=busy_chunk(config),
-        burst_steps=pipeline.burst_steps,
+        burst_steps=burst_steps(config),
         transport=pipeline.transport,
         device=device,
         start_timeout_s=pipeline.start_timeout_s,

@@ -254,7 +254,6 @@ def _comes_first(transport: Transport, launched: deque[_LastStep]) -> bool:
     while oldest is not None and not oldest.are_made:
         if transport.has_frame():
             return True
-        time.sleep(0)  # lets the threads in that bring the frame
     return False
 
 

@@ -165,7 +165,7 @@ class Transport(Protocol):
         ...
 
     def has_frame(self) -> bool:
-        """Whether `receive` finds something, be it that the transport was closed."""
+        """Whether `receive` finds something, be it that the transport was closed. Other threads may run meanwhile."""
         ...
 
     def receive(self) -> tuple[bytes, torch.Tensor | None]:

@@ -97,14 +97,17 @@ class Link:
 
     @property
     def has_something(self) -> bool:
-        """Whether a read finds something, if only that the connection has ended."""
+        """Whether a read finds something, if only that the connection has ended. Other threads may run meanwhile."""
         return bool(self._poll.poll(0))
 
     def look_out(self, seconds: float) -> None:
-        """Wait for `has_something` without sleeping, at most so long: a thread that sleeps is woken late."""
+        """Wait for `has_something` without sleeping, at most so long. (A thread that sleeps, be it for 0 s, wakes 0.1 ms late.)
+
+        So the thread keeps a core to itself meanwhile.
+        """
         deadline = time.perf_counter() + seconds
         while not self.has_something and time.perf_counter() < deadline:
-            time.sleep(0)  # other threads may run
+            pass
 
     def read_signals(self, wait: bool) -> bytes:
         """Single bytes that the other side has sent with `signal`: all that are there; with `wait`, at least one."""

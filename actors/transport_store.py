@@ -157,6 +157,8 @@ class ObjectStoreTransport:
             self._calls[lane] = self._call(self._next, f"frame{lane}", header, array)
 
     def has_frame(self) -> bool:
+        if not self._inbox.has_frame:
+            time.sleep(0)  # the thread that brings frames may run
         return self._inbox.has_frame
 
     def receive(self) -> tuple[bytes, torch.Tensor | None]:

@@ -43,10 +43,9 @@ from qsa.kernels.split_triton import (
 
 TUNE = [  # the 7B shape with 8 sequences has 32 lists: programs of either launch all fit at once
     dict(),
-    dict(value_warps=2),
-    dict(value_stages=3),
-    dict(value_stages=6),
-    dict(value_splits=16, value_warps=2),
+    dict(value_warps=4),
+    dict(value_stages=4),
+    dict(value_splits=8, value_warps=4, value_stages=4),
     dict(score_stages=4),
     dict(score_splits=20),
     dict(score_warps=2),
@@ -309,9 +308,9 @@ def rerank_decode(
     score_splits: int = 16,
     score_warps: int = 4,
     score_stages: int = 3,
-    value_splits: int = 8,
-    value_warps: int = 4,
-    value_stages: int = 4,
+    value_splits: int = 16,
+    value_warps: int = 2,
+    value_stages: int = 3,
     overlaps: bool | None = None,
 ) -> torch.Tensor:
     """Choose `top_k` slices of each pool and attend to sink, window and these; no token twice.

@@ -2,7 +2,8 @@
 
 Nothing is timed by itself: a stage of one layer is compared with one of several, with one that has the embedding too, and
 with one that has head and sampler. All of them are there at the same time and take turns, so that a machine that gets slower
-gets slower for all of them. On the CPU other memory is read between two steps: in a whole stage a layer does not find its
+gets slower for all of them. A card counts its own time: it is kept busy until its host has launched the whole step, as it is
+when steps follow each other. On the CPU other memory is read between two steps: in a whole stage a layer does not find its
 weights in the cache, since those of all others have been there meanwhile. What disturbs a step only makes it slower, so of all
 its times the lower quartile counts.
 """
@@ -29,7 +30,7 @@ from qsa.model.batch import Segment
 from qsa.model.build import build_stage, kv_layout, resolve_dtype, resolve_kv_dtype
 from qsa.model.checkpoint.load import Checkpoint
 from qsa.model.checkpoint.open import DummyCheckpoint, dummy_calibration, dummy_code_dim
-from qsa.model.sampler import SampleRow, sample
+from qsa.model.sampler import SampleRow, begin_sample
 
 CPU_CONTEXT, CARD_CONTEXT = 8192, 65536  # half of it, or of model.max_model_len, is the context that is measured at
 MORE_LAYERS = 3  # that the longer stage has more than the shorter one
@@ -40,6 +41,7 @@ ROUNDS_S = 0.5  # rounds after the first few end after so long
 QUANTILE = 0.25
 MAX_BETWEEN_BYTES = 48 << 20  # read between two steps on the CPU; not more than half of the model has
 NEVER = 1 << 30  # steps between two scans
+AHEAD_CYCLES = 4_000_000  # of a card, about 2 ms: longer than a host takes to launch a step
 HEAD_SAMPLING = SampleRow(temperature=1.0)
 
 Layers = tuple[int, int]  # the first one and the one after the last
@@ -251,21 +253,42 @@ class _Stage:
         place, batch = self._places[kind], self._batch
         self._places[kind] += 1
         segments = [Segment(slot, place, place + 1, kind, False) for slot in range(kind * batch, (kind + 1) * batch)]
-        self._wait()
-        began = time.perf_counter()
+        clock = _CardClock(self._device) if self._device.type == "cuda" else _HostClock()
         out = self._model.forward(segments, self._token_ids, self._hidden, self._rows)
-        if self._rows:
-            sample(out, [replace(HEAD_SAMPLING, position=place) for _ in self._rows])
+        choices = begin_sample(out, [replace(HEAD_SAMPLING, position=place) for _ in self._rows]) if self._rows else None
+        took_ms = clock.stop_ms()
+        if choices is not None:
+            choices.wait()
         self._model.attention.take_stats()
-        self._wait()
-        return (time.perf_counter() - began) * 1e3
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        return took_ms
 
     def close(self) -> None:
         self._model.close()
+
+
+class _HostClock:
+    """Runs from its making on."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+
+    def stop_ms(self) -> float:
+        return (time.perf_counter() - self._began) * 1e3
+
+
+class _CardClock:
+    """The same on a card, whose launches wait until the host has made all of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.synchronize(device)
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(AHEAD_CYCLES)
+        self._begin.record()
+
+    def stop_ms(self) -> float:
+        self._end.record()
+        self._end.synchronize()
+        return float(self._begin.elapsed_time(self._end))
 
 
 Figures = dict[tuple[Layers, int], list[float]]  # by a stage's layers and the kind of its sequences: ms of each round

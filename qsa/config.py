@@ -179,8 +179,11 @@ class PipelineConfig(FrozenModel):
     lanes: int | None = Field(
         None, gt=0, le=2, description="Micro-batches that decodes are divided into; default: 2, and 1 where there is one stage."
     )
-    burst_steps: int = Field(
-        32, gt=0, description="Decode steps that stages run by themselves before the scheduler plans again, at most."
+    burst_steps: int | None = Field(
+        None,
+        gt=0,
+        description="Decode steps that stages run by themselves before the scheduler plans again, at most; default: 256 on"
+        " cards, 32 on the CPU. Whoever has to wait for a burst's end has it ended early.",
     )
     transport: Literal["auto", "object_store", "rdt", "p2p"] = Field(
         "auto",

@@ -22,6 +22,10 @@ from qsa.memory.budget import CardMemory
 CPU_PREFILL_CHUNK = 512
 CARD_PREFILL_CHUNK = 8192
 CARD_BUSY_CHUNK = 2048
+CPU_BURST_STEPS, CARD_BURST_STEPS = (
+    32,
+    256,
+)  # planning a burst costs some milliseconds: a step's time on the CPU, several on cards
 MAX_LANES = 2
 OLDEST_CAPABILITY = (8, 0)  # Ampere
 _QUERY = "index,uuid,name,memory.free,memory.total"
@@ -66,7 +70,7 @@ def planned_device(config: EngineConfig, num_cards: int | None = None) -> str:
 
 
 def settle(config: EngineConfig, num_cards: int | None = None) -> EngineConfig:
-    """The same configuration with everything said that depends on where it runs: device, cards a stage, prefill chunk.
+    """The same configuration with everything said that depends on where it runs: device, cards a stage, chunks, lanes, bursts.
 
     num_cards: of the cluster; None: this machine's. Settling twice changes nothing.
     """
@@ -83,9 +87,9 @@ def settle(config: EngineConfig, num_cards: int | None = None) -> EngineConfig:
     busy_chunk = limits.busy_chunk or (CARD_BUSY_CHUNK if device == "cuda" else chunk)
     limits = limits.model_copy(update={"prefill_chunk": chunk, "busy_chunk": min(chunk, busy_chunk)})
     lanes = pipeline.lanes or min(MAX_LANES, pipeline.num_stages)
-    return config.model_copy(
-        update={"pipeline": pipeline.model_copy(update={"device": device, "lanes": lanes}), "limits": limits}
-    )
+    steps = pipeline.burst_steps or (CARD_BURST_STEPS if device == "cuda" else CPU_BURST_STEPS)
+    pipeline = pipeline.model_copy(update={"device": device, "lanes": lanes, "burst_steps": steps})
+    return config.model_copy(update={"pipeline": pipeline, "limits": limits})
 
 
 def prefill_chunk(config: EngineConfig) -> int:
@@ -107,6 +111,13 @@ def num_lanes(config: EngineConfig) -> int:
     lanes = settle(config).pipeline.lanes
     assert lanes is not None
     return lanes
+
+
+def burst_steps(config: EngineConfig) -> int:
+    """Decode steps of a burst, at most."""
+    steps = settle(config).pipeline.burst_steps
+    assert steps is not None
+    return steps
 
 
 def stage_threads(config: EngineConfig) -> int:

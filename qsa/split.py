@@ -19,7 +19,7 @@ from qsa.model.spec import ModelSpec
 
 HEAD_SHARE = 0.5  # the head counts like this share of its weights in layers: it runs for sampled rows only
 SLACK = 0.03  # a split stays as estimated while the best one's slowest stage is no more than this faster
-CARD_SLACK = 0.07  # on cards: a round is a step's way through all stages and back, longer than two steps of the slowest one
+CARD_SLACK = 0.1  # on cards: a round is a step's way through all stages and back, longer than two steps of the slowest one
 MAX_HEAD = 2.1  # times what its size says; a sampler and attention can explain less, a busy machine measures anything
 CARD_MAX_HEAD = 4.0  # on cards: the sampler is many small launches
 MAX_SPREAD = 0.25  # times whose two halves differ by more are not believed
