@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from qsa.model.layer_times import LayerTimes
 
 RESULTS_S = 1.0  # longest wait for a burst's next results
+SWITCH_S = 1e-4  # that another thread keeps Python to itself at most, while a card waits for the one that launches its steps
 
 
 class StageActor:
@@ -94,6 +96,8 @@ class StageActor:
             self._spec = replace(self._spec, num_chunks=num_chunks)
         if layers is not None:
             self._spec = replace(self._spec, first_layer=layers[0], last_layer=layers[1])
+        if self._spec.device == "cuda":
+            sys.setswitchinterval(SWITCH_S)
         self._steps = StageSteps(self._spec, self._build or build_model, self._clock)
         return self._steps.capacity()
 

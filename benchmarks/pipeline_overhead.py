@@ -34,30 +34,29 @@ class Overhead:
 
 
 def measure_overhead(device: str, num_tokens: int, repeat: int) -> Overhead:
-    """Engines of one, two and three stages on the CPU, and on cards too where `device` says so.
+    """Engines of one, two and three stages on the CPU, or of one and two on cards.
 
     Args:
         num_tokens: decode steps of a run.
         repeat:     runs of which the median counts.
     """
     found = Overhead()
-    for where in ("cpu", "cuda") if device == "cuda" else ("cpu",):
-        for num_stages in (1, 2, 3) if where == "cpu" else (1, 2):
-            for transport in TRANSPORTS if num_stages > 1 else ("object_store",):
-                for burst_steps in BURSTS:
-                    label = {"device": where, "num_stages": num_stages, "transport": transport if num_stages > 1 else "none"}
-                    try:
-                        config = _config(where, num_stages, transport, burst_steps)
-                        with Engine.start(config, build=EmptyModel) as engine:
-                            rows = asyncio.run(_table(engine, num_tokens, repeat))
-                    except QSAError as error:
-                        print(f"{label}: {error}", flush=True)
-                        continue
-                    for row in rows:
-                        row = {**label, "burst_steps": burst_steps, **row}
-                        print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-                        found.rows.append(row)
-                        _figure(found.figures, row)
+    for num_stages in (1, 2, 3) if device == "cpu" else (1, 2):
+        for transport in TRANSPORTS if num_stages > 1 else ("object_store",):
+            for burst_steps in BURSTS:
+                label = {"device": device, "num_stages": num_stages, "transport": transport if num_stages > 1 else "none"}
+                try:
+                    config = _config(device, num_stages, transport, burst_steps)
+                    with Engine.start(config, build=EmptyModel) as engine:
+                        rows = asyncio.run(_table(engine, num_tokens, repeat))
+                except QSAError as error:
+                    print(f"{label}: {error}", flush=True)
+                    continue
+                for row in rows:
+                    row = {**label, "burst_steps": burst_steps, **row}
+                    print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+                    found.rows.append(row)
+                    _figure(found.figures, row)
     return found
 
 

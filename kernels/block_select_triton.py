@@ -275,7 +275,7 @@ def select_decode(
     top_k_coarse: int = 0,
     slices_per_block: int = 1,
     block_pool: str = "max",
-    num_warps: int = 16,
+    num_warps: int = 8,
     block_r: int = 8,
 ) -> None:
     """Choose among the slices that begin before the window, and replace what the slots of the rows due remember.

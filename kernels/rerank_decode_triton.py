@@ -47,8 +47,8 @@ TUNE = [  # the 7B shape with 8 sequences has 32 lists: programs of either launc
     dict(value_stages=4),
     dict(value_splits=8, value_warps=4, value_stages=4),
     dict(score_stages=4),
-    dict(score_splits=20),
-    dict(score_warps=2),
+    dict(score_splits=16, score_warps=4),
+    dict(score_splits=64),
 ]
 
 
@@ -305,8 +305,8 @@ def rerank_decode(
     sink_size: int,
     window_size: int,
     sm_scale: float,
-    score_splits: int = 16,
-    score_warps: int = 4,
+    score_splits: int = 32,
+    score_warps: int = 2,
     score_stages: int = 3,
     value_splits: int = 16,
     value_warps: int = 2,

@@ -10,6 +10,7 @@ Reference: kernels/quant_linear_ref.py
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -217,10 +218,20 @@ def launch_product(
     return out
 
 
+EARLY_STEPS = 3  # whose weights are fetched meanwhile
+
+
 class SkinnyLinear(Operator):
     """What linear operators on a GPU have in common; each says how it multiplies few rows, and how many."""
 
     launch: Launch
+
+    def begin_early(self, device: torch.device) -> None:
+        """From now on launch products before the launch before them has ended, where the card can.
+
+        It pays behind launches that are short of bandwidth and say early that the next may begin. Bits stay as they are.
+        """
+        self.launch = replace(self.launch, pdl=card_size(device).begins_early, prefetch=EARLY_STEPS)
 
     def run(
         self, x: torch.Tensor, *, parts: bool = False, gated: bool = False, out_dtype: torch.dtype | None = None

@@ -9,6 +9,7 @@ import torch
 
 from qsa.errors import OutOfChunksError
 from qsa.kernels.pointwise_triton import add_rms_norm
+from qsa.kernels.skinny_linear_triton import SkinnyLinear
 from qsa.model.batch import Segment, split_groups
 from qsa.model.checkpoint.load import Checkpoint
 from qsa.model.decode_graph import DecodeBuffers, DecodeRows, DecodeSteps, ReadyStep
@@ -41,6 +42,9 @@ class GpuLayer:
         self._o = linear(["self_attn.o_proj"], spec.o_bias)
         self._gate_up = linear(["mlp.gate_proj", "mlp.up_proj"], spec.mlp_bias)
         self._down = linear(["mlp.down_proj"], spec.mlp_bias)
+        for product in (self._qkv, self._o, self._gate_up):  # behind norms and attention; what is before `down` leaves no room
+            if isinstance(product, SkinnyLinear):
+                product.begin_early(policy.device)
         self._head_norm: torch.Tensor | None = None
         if spec.qk_norm:
             q_norm, k_norm = (norm(f"self_attn.{x}_norm").float() for x in "qk")

@@ -86,14 +86,17 @@ def test_launches_at_full_size(out_features, in_features, dtype, launch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("prefetch", [0, None])
 def test_launches_that_begin_early(prefetch):
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("Hopper and newer")
     torch.manual_seed(3)
     x, weight, _ = make(3584, 3584, 8, torch.bfloat16, "cuda")
     early, plain = FloatLinear(), FloatLinear()
-    early.init(weight=weight, launch=dict(pdl=True, prefetch=prefetch))
+    early.init(weight=weight, launch=dict(pdl=True))
+    if prefetch is None:
+        early.begin_early(x.device)
+        assert early.launch.pdl and early.launch.prefetch > 0
     plain.init(weight=weight)
     graph = torch.cuda.CUDAGraph()
     early.forward(x)
@@ -163,6 +166,14 @@ def test_wrong_arguments_are_named():
         skinny_linear(x, weight, None, Launch(block_k=32, splits=3))
     with pytest.raises(ValueError, match="even number of outputs"):
         skinny_linear(x, weight[:63].contiguous(), None, Launch(), gated=True)
+
+
+def test_nothing_begins_early_where_it_cannot():
+    x, weight, _ = make(64, 64, 4, torch.float32, "cpu")
+    linear = FloatLinear()
+    linear.init(weight=weight)
+    linear.begin_early(x.device)
+    assert not linear.launch.pdl
 
 
 def test_freed():
