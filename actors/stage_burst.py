@@ -3,11 +3,11 @@
     stage 0      computes lane 0 | lane 1 | lane 0 ...     sends plan and hidden states, takes the last stage's answer
     other stages compute what arrives, in its order        pass it on; the last one samples and answers
 
-While stage 0 waits for a step's tokens it prepares the lane's next one, as it will be if no token ends a sequence: of a step
-on a card then nothing is left to do but to copy tokens and to launch a graph.
+While a stage has nothing to launch it prepares a lane's next step, as it will be if no token ends a sequence: of a step on a
+card then nothing is left to do but to copy what comes in and to launch graphs.
 
-A frame's header is all that a following stage knows of a burst: it needs no state of its own, and when a step fails the
-failure travels the same way as the step.
+A frame's header is all that a following stage has to know of a burst: it needs no state of its own, and when a step fails
+the failure travels the same way as the step.
 """
 
 from __future__ import annotations
@@ -41,21 +41,23 @@ class Frame:
         plan:      the StepPlan's bytes.
         selection: what selection did in the stages so far.
         error:     why the step has failed on a stage before; then no hidden states come with it.
+        following: slot and position of each row of the lane's next step, if no token ends one; empty when there will be none.
     """
 
     plan: bytes
     selection: tuple[SelectionStats, ...] = ()
     error: str | None = None
+    following: tuple[tuple[int, int], ...] = ()
 
     def to_bytes(self) -> bytes:
         selection = [(s.request_id, s.attended, s.context, s.num_selected, s.newly_hit, s.margin) for s in self.selection]
-        packed: bytes = msgpack.packb((self.plan, selection, self.error))
+        packed: bytes = msgpack.packb((self.plan, selection, self.error, self.following))
         return packed
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Frame:
-        plan, selection, error = msgpack.unpackb(data, use_list=False)
-        return cls(plan, tuple(SelectionStats(*values) for values in selection), error)
+        plan, selection, error, following = msgpack.unpackb(data, use_list=False)
+        return cls(plan, tuple(SelectionStats(*values) for values in selection), error, following)
 
 
 class Results:
@@ -115,7 +117,7 @@ def drive(steps: StageSteps, burst: Burst, report: Report, working: Progress) ->
                 results.append(failed(plan, error))
                 burst.apply(results[-1])
             else:
-                frame = Frame(plan.to_bytes(), steps.selection(plan))
+                frame = Frame(plan.to_bytes(), steps.selection(plan), following=burst.expected_step(lane))
                 with steps.clock.span("send", lane, plan.step):
                     transport.send(lane, frame.to_bytes(), hidden)
                 under_way.append(plan)
@@ -129,7 +131,7 @@ def drive(steps: StageSteps, burst: Burst, report: Report, working: Progress) ->
             launch(lane)
         while under_way:
             plan = under_way.popleft()
-            steps.prepare(burst.expected_step(plan.lane))
+            steps.prepare(plan.lane, burst.expected_step(plan.lane))
             with steps.timer.wait(plan.lane, plan.step):
                 result = StepResult.from_bytes(transport.take_answer())
             assert (result.epoch, result.step, result.lane) == (plan.epoch, plan.step, plan.lane), (
@@ -157,7 +159,7 @@ def _drive_alone(steps: StageSteps, burst: Burst, report: Report, working: Progr
         try:
             with steps.timer.compute(plan.lane, plan.step):
                 choices = steps.begin_sample(plan, steps.compute(plan, None))
-                steps.prepare(burst.expected_step(lanes[1 % len(lanes)]))
+                steps.prepare(lanes[1 % len(lanes)], burst.expected_step(lanes[1 % len(lanes)]))
                 results = choices.wait()
             result = StepResult(plan.epoch, plan.step, plan.lane, results, steps.selection(plan))
         except Exception as error:
@@ -185,29 +187,45 @@ def follow(steps: StageSteps, working: Progress, count: Callable[[int], None]) -
     """
     transport = steps.linked
     launched: deque[_LastStep] = deque()
+
+    def answer() -> None:
+        step = launched.popleft()
+        _answer(transport, steps, step)
+        working(False)
+        if launched:
+            working(True)
+        if step.frame.error is None:
+            steps.prepare(step.plan.lane, step.frame.following)
+
     steps.timer.begin()
-    while True:
-        while launched and not _comes_first(transport, launched):
-            _answer(transport, steps, launched.popleft())
-            working(False)
-            if launched:
-                working(True)
-        with steps.timer.wait(-1, -1):
-            header, hidden = transport.receive()
-        if header == END:
-            if not steps.is_last:
-                transport.send(0, END, None)
-            return
-        working(True)
-        frame = Frame.from_bytes(header)
-        plan = StepPlan.from_bytes(frame.plan)
-        count(plan.num_tokens if frame.error is None else 0)
-        if steps.is_last:
-            launched.append(_launch_last(steps, plan, frame, hidden))
-        else:
-            _pass_on(steps, transport, plan, frame, hidden)
-            working(False)
-        steps.timer.settle()
+    try:
+        while True:
+            while launched and not _comes_first(transport, launched):
+                answer()
+            with steps.timer.wait(-1, -1):
+                header, hidden = transport.receive()
+            if header == END:
+                if not steps.is_last:
+                    transport.send(0, END, None)
+                return
+            if (
+                launched and launched[0].is_done
+            ):  # a frame comes long before its hidden states, and stage 0 waits for the answer
+                answer()
+            working(True)
+            frame = Frame.from_bytes(header)
+            plan = StepPlan.from_bytes(frame.plan)
+            count(plan.num_tokens if frame.error is None else 0)
+            if steps.is_last:
+                launched.append(_launch_last(steps, plan, frame, hidden))
+            else:
+                _pass_on(steps, transport, plan, frame, hidden)
+                working(False)
+                if frame.error is None:
+                    steps.prepare(plan.lane, frame.following)
+            steps.timer.settle()
+    finally:
+        steps.drop_ahead()
 
 
 def _pass_on(steps: StageSteps, transport: Transport, plan: StepPlan, frame: Frame, hidden: torch.Tensor | None) -> None:
@@ -232,6 +250,10 @@ class _LastStep:
     frame: Frame
     choices: StepChoices | None = None
 
+    @property
+    def is_done(self) -> bool:
+        return self.choices is None or self.choices.are_made
+
 
 def _launch_last(steps: StageSteps, plan: StepPlan, frame: Frame, hidden: torch.Tensor | None) -> _LastStep:
     if frame.error is not None:
@@ -250,8 +272,7 @@ def _comes_first(transport: Transport, launched: deque[_LastStep]) -> bool:
     The host looks again and again: it would wait for the card in just the same way, and sleeps are longer than a step's end
     may be late.
     """
-    oldest = launched[0].choices
-    while oldest is not None and not oldest.are_made:
+    while not launched[0].is_done:
         if transport.has_frame():
             return True
     return False

@@ -33,7 +33,7 @@ class Model(Protocol):
     A model may also have `warm_up(report)`, which does everything that happens once (kernels compiled, graphs captured),
     calls `report(done, total, what)` on the way and leaves no slot open; and for the log `backend` and `num_graphs`, and its
     attention `operator_names`. One that can do a part of a decode step ahead of its tokens has `prepare_decode(segments)`,
-    which returns something for `run_prepared(ready, token_ids)` or `drop_prepared(ready)`, or None.
+    which returns something for `run_prepared(ready, token_ids or hidden)` or `drop_prepared(ready)`, or None.
     """
 
     dtype: torch.dtype
@@ -115,7 +115,9 @@ class StageSteps:
         self.transport: Transport | None = None
         self._sent_before = 0  # bytes, of earlier transports
         self._sparse_ids: dict[int, int] = {}  # slot -> its sequence's configuration
-        self._ahead: tuple[list[Segment], Any] | None = None  # a decode step that is prepared, and what the model has of it
+        self._ahead: dict[
+            int, tuple[list[Segment], Any]
+        ] = {}  # by lane: the step that is prepared, and what the model has of it
 
     def capacity(self) -> StageCapacity:
         """What the scheduler must know about this stage."""
@@ -189,34 +191,38 @@ class StageSteps:
         token_ids = None
         if self._spec.stage == 0:
             token_ids = torch.tensor([token for item in plan.items for token in item.token_ids])
-        if self._ahead is not None and self._ahead[0] == segments and (not self._spec.is_last or len(rows) == len(segments)):
-            (_, ready), self._ahead = self._ahead, None
-            out: torch.Tensor = self.model.run_prepared(ready, token_ids)  # type: ignore[attr-defined]
+        ahead = self._ahead.get(plan.lane)
+        if ahead is not None and ahead[0] == segments and (not self._spec.is_last or len(rows) == len(segments)):
+            del self._ahead[plan.lane]
+            given = token_ids if hidden is None else hidden
+            out: torch.Tensor = self.model.run_prepared(ahead[1], given)  # type: ignore[attr-defined]
             return out
-        self.drop_ahead()
+        self.drop_ahead(plan.lane)
         return self.model.forward(segments, token_ids, hidden, rows)
 
-    def prepare(self, places: Sequence[tuple[int, int]]) -> None:
-        """On the first stage, while another step's tokens are awaited: do what can be done of a decode step without its own.
+    def prepare(self, lane: int, places: Sequence[tuple[int, int]]) -> None:
+        """Before a decode step's tokens or hidden states are there: do what can be done of it without them.
 
         `compute` goes on from there if it is asked for that step, and else begins anew.
 
         Args:
-            places: slot and position of each row that the step is expected to have.
+            places: slot and position of each row that the lane's next step is expected to have.
         """
         prepare = getattr(self.model, "prepare_decode", None)
         if prepare is None or not places:
             return
-        self.drop_ahead()
+        self.drop_ahead(lane)
         segments = [Segment(slot, at, at + 1, self._sparse_ids[slot], False) for slot, at in places]
         ready = prepare(segments)
-        self._ahead = None if ready is None else (segments, ready)
+        if ready is not None:
+            self._ahead[lane] = segments, ready
 
-    def drop_ahead(self) -> None:
-        """What was prepared is not wanted."""
-        if self._ahead is not None:
-            (_, ready), self._ahead = self._ahead, None
-            self.model.drop_prepared(ready)  # type: ignore[attr-defined]
+    def drop_ahead(self, lane: int | None = None) -> None:
+        """What was prepared for a lane, or for all of them, is not wanted."""
+        for one in [*self._ahead] if lane is None else [lane]:
+            ahead = self._ahead.pop(one, None)
+            if ahead is not None:
+                self.model.drop_prepared(ahead[1])  # type: ignore[attr-defined]
 
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> tuple[SequenceResult, ...]:
         """The next token of every item that asks for one; the others have an entry without."""

@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_pipeline                                  # small, with the default model, on the CPU
     python -m benchmarks.bench_pipeline --device cuda --model benchmarks/models/qwen2.5-7b-shape --load-format dummy
-    python -m benchmarks.bench_pipeline --device cuda --parts overhead   # every transport, with a model that computes nothing
+    python -m benchmarks.bench_pipeline --parts overhead   # every transport, with a model that computes nothing
 
 Parts: decode, prefill and gaps share an engine with weights, K and V as they are; quantized has another one of float8 weights
 and float8 K and V; overhead starts one for each transport. Dense attention runs through the same pipeline in the same run.
@@ -294,7 +294,7 @@ def main() -> None:
             rows, figures = rows + bench.rows, figures | bench.figures
             keep(args, rows, figures, "pipeline")
         if "overhead" in args.parts:
-            found = measure_overhead(args.device, args.tokens, args.repeat)
+            found = measure_overhead(args.device, args.model, args.load_format, args.tokens, args.repeat)
             keep(args, found.rows, found.figures, "pipeline_overhead")
     finally:
         ray.shutdown()

@@ -15,11 +15,11 @@ from benchmarks.pipeline_models import EmptyModel
 from benchmarks.timing import timing_of
 from qsa.actors.engine import Engine
 from qsa.actors.placed_scheduler import NAMESPACE
-from qsa.config import EngineConfig, make_config
+from qsa.config import make_config
 from qsa.engine_pace import read_all
 from qsa.errors import QSAError
+from qsa.model.checkpoint.open import open_model
 
-LAYERS = 30  # of the default model, whose headers the engine reads
 TRANSPORTS = ("object_store", "rdt", "p2p")
 BURSTS = (1, 32)
 STREAMS = (1, 2)  # one lane, two lanes
@@ -33,20 +33,25 @@ class Overhead:
     figures: dict[str, float] = field(default_factory=dict)
 
 
-def measure_overhead(device: str, num_tokens: int, repeat: int) -> Overhead:
+def measure_overhead(device: str, model: str, load_format: str, num_tokens: int, repeat: int) -> Overhead:
     """Engines of one, two and three stages on the CPU, or of one and two on cards.
 
     Args:
+        model:      whose headers the engine reads; its layers are divided and not built.
         num_tokens: decode steps of a run.
         repeat:     runs of which the median counts.
     """
     found = Overhead()
+    checkpoint = open_model(model, load_format)
+    num_layers = checkpoint.spec.num_layers
+    checkpoint.close()
+    base = {"model": {"path": model, "load_format": load_format, "max_model_len": 4096}}
     for num_stages in (1, 2, 3) if device == "cpu" else (1, 2):
         for transport in TRANSPORTS if num_stages > 1 else ("object_store",):
             for burst_steps in BURSTS:
                 label = {"device": device, "num_stages": num_stages, "transport": transport if num_stages > 1 else "none"}
                 try:
-                    config = _config(device, num_stages, transport, burst_steps)
+                    config = make_config(base | {"pipeline": _pipeline(device, num_layers, num_stages, transport, burst_steps)})
                     with Engine.start(config, build=EmptyModel) as engine:
                         rows = asyncio.run(_table(engine, num_tokens, repeat))
                 except QSAError as error:
@@ -65,19 +70,17 @@ def _figure(figures: dict[str, float], row: dict[str, Any]) -> None:
         figures[f"{row['device']}_{row['transport']}_{row['streams']}_streams_round_ms"] = row["round_ms"]
 
 
-def _config(device: str, num_stages: int, transport: str, burst_steps: int) -> EngineConfig:
-    share = LAYERS // num_stages
-    split = [share] * (num_stages - 1) + [LAYERS - share * (num_stages - 1)]
-    pipeline = {
+def _pipeline(device: str, num_layers: int, num_stages: int, transport: str, burst_steps: int) -> dict[str, object]:
+    share = num_layers // num_stages
+    return {
         "num_stages": num_stages,
-        "split": split,  # nothing is measured: there is nothing to measure
+        "split": [share] * (num_stages - 1) + [num_layers - share * (num_stages - 1)],  # there is nothing to measure
         "device": device,
         "transport": transport,
         "burst_steps": burst_steps,
         "cpus_per_stage": 0.2,
         "threads_per_stage": 1,
     }
-    return make_config({"model": {"max_model_len": 4096}, "pipeline": pipeline})
 
 
 async def _table(engine: Engine, num_tokens: int, repeat: int) -> list[dict[str, object]]:

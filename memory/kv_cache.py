@@ -73,6 +73,10 @@ class KVCache:
             self.summary_table[:, :, :old_width] = old[0]
             self.summary_chunks[:, :, :old_width] = old[1]
 
+    def has_room(self, slot: int, seq_len: int) -> bool:
+        """Whether the slot can `extend` to so many tokens without a chunk more."""
+        return seq_len <= self.max_seq_len and self._slots.growth(slot, seq_len).per_layer == 0
+
     def extend(self, slot: int, seq_len: int) -> None:
         """Make room for tokens [0, seq_len) in every layer, all or none; room that is there already stays.
 

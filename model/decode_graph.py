@@ -1,9 +1,10 @@
-"""Decode steps at fixed addresses: a step reads static buffers, and on a card all its launches are one CUDA graph.
+"""Decode steps at fixed addresses: a step reads static buffers, and on a card its launches are CUDA graphs.
 
-There is a graph for every configuration and batch size of a few ("buckets"), and where some layers rarely scan, one for the
-steps in which none of them does; a smaller batch leaves rows of the next bucket unused. The host fills a buffer in pinned
-memory, of which each bucket has several, and one asynchronous copy takes it over: nobody waits for anybody unless the host is
-that many steps ahead.
+A card begins with a graph when the host has handed over all of it. So a step is cut in two: a few layers, which the card
+computes while the host hands over the rest. There are graphs for
+every configuration and batch size of a few ("buckets"), and where some layers rarely scan, others for the steps in which none
+of them does; a smaller batch leaves rows of the next bucket unused. The host fills a buffer in pinned memory, of which each
+bucket has several, and one asynchronous copy takes it over: nobody waits for anybody unless the host is that many steps ahead.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from qsa.kernels.selection_figures_ref import NUM_FIGURES
 
 STEPS_IN_FLIGHT = 4  # that the host may be ahead of the device
+STEPS_PREPARED = 4  # that wait for their tokens, one a lane, and spare ones
 TOKEN, SLOT, SEQ_LEN, PLACE, FIRST_DUE = range(5)  # lines of DecodeBuffers.ints
 
 
@@ -116,7 +118,7 @@ class _Staging:
         self.event = torch.cuda.Event() if is_cuda else None
 
     def fill(self, rows: DecodeRows) -> None:
-        """Wait until the device has the numbers of the step before last but two, then write those of this one but tokens."""
+        """Wait until the device has the numbers of an earlier step, then write those of this one but tokens."""
         if self.event is not None:
             self.event.synchronize()
         count, array = len(rows.slots), self._array
@@ -138,7 +140,7 @@ class _Bucket:
     def __init__(self, batch: int, num_layers: int, hidden_size: int | None, dtype: torch.dtype, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         self.buffers = DecodeBuffers(batch, num_layers, hidden_size, dtype, device)
-        self._staging = cycle([_Staging(batch, num_layers, is_cuda) for _ in range(STEPS_IN_FLIGHT)])
+        self._staging = cycle([_Staging(batch, num_layers, is_cuda) for _ in range(STEPS_IN_FLIGHT + STEPS_PREPARED)])
         self._figures = cycle([HostFigures(batch, num_layers, is_cuda) for _ in range(STEPS_IN_FLIGHT)])
 
     def next(self) -> _Staging:
@@ -151,9 +153,9 @@ class _Bucket:
 
 @dataclass(frozen=True)
 class _Captured:
-    """A graph, and where it leaves its results."""
+    """Graphs that follow each other, and where they leave their results."""
 
-    graph: torch.cuda.CUDAGraph
+    graphs: Sequence[torch.cuda.CUDAGraph]
     out: torch.Tensor
     figures: torch.Tensor | None
 
@@ -168,7 +170,7 @@ class ReadyStep:
     captured: _Captured | None
 
 
-Compute = Callable[[int, DecodeBuffers, bool], tuple[torch.Tensor, torch.Tensor | None]]
+Compute = Callable[[int, DecodeBuffers, bool, Callable[[], None]], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 class DecodeSteps:
@@ -189,7 +191,7 @@ class DecodeSteps:
         Args:
             compute:     the launches of a step under a configuration, with or without scans in layers that rarely scan:
                          from buffers to hidden states or logits, a row a row of the buffers, and the figures of its
-                         selection, float32 [num_layers, batch, 5].
+                         selection, float32 [num_layers, batch, 5]. It calls its last argument where a step may be cut.
             hidden_size: of the hidden states that come in; None on the first stage, which gets tokens.
         """
         self._compute, self._device = compute, device
@@ -237,9 +239,10 @@ class DecodeSteps:
             given = given.to(self._device, non_blocking=True)
             target[:count] = given if rows.places is None else given.index_select(0, buffers.places[:count])
         if captured is None:
-            out, figures = self._compute(rows.sparse_id, buffers, rows.scans_rare)
+            out, figures = self._compute(rows.sparse_id, buffers, rows.scans_rare, _go_on)
         else:
-            captured.graph.replay()
+            for graph in captured.graphs:
+                graph.replay()
             out, figures = captured.out, captured.figures
         host = None
         if figures is not None:
@@ -256,23 +259,42 @@ class DecodeSteps:
         buffers = self._buckets[size].buffers
         buffers.ints.zero_()
         if self._side is None:
-            self._compute(sparse_id, buffers, scans_rare)
+            self._compute(sparse_id, buffers, scans_rare, _go_on)
             return
         side = self._side
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
-            self._compute(sparse_id, buffers, scans_rare)
+            self._compute(sparse_id, buffers, scans_rare, _go_on)
+        torch.cuda.synchronize(self._device)
+        graphs: list[torch.cuda.CUDAGraph] = []
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+        def cut() -> None:
+            graphs[-1].capture_end()
+            begin()
+
+        with torch.cuda.stream(side):
+            begin()
+            try:
+                out, figures = self._compute(sparse_id, buffers, scans_rare, cut)
+            finally:
+                graphs[-1].capture_end()
         torch.cuda.current_stream(self._device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out, figures = self._compute(sparse_id, buffers, scans_rare)
-        graph.replay()  # the first one takes the graph to the device
-        self._graphs[sparse_id, size, scans_rare] = _Captured(graph, out, figures)
+        for graph in graphs:
+            graph.replay()  # the first one takes the graph to the device
+        self._graphs[sparse_id, size, scans_rare] = _Captured(graphs, out, figures)
 
     def close(self) -> None:
         """Give buffers and graphs back."""
         self._graphs.clear()
         self._buckets.clear()
+
+
+def _go_on() -> None:
+    """Nothing is cut where launches are made one by one."""
 
 
 def bucket_sizes(max_sequences: int) -> list[int]:

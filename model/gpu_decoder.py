@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from qsa.errors import OutOfChunksError
 from qsa.kernels.pointwise_triton import add_rms_norm
 from qsa.kernels.skinny_linear_triton import SkinnyLinear
 from qsa.model.batch import Segment, split_groups
@@ -18,6 +17,7 @@ from qsa.model.gpu_warm_up import warm_up
 from qsa.model.spec import ModelSpec
 from qsa.model.weights import ReadWeight, Weight, WeightPolicy, make_head, make_linear, plain_weight
 
+CUT_LAYERS = 2  # of a decode step are launched first: they take longer than the host to launch the rest
 FEW_ROWS = 16  # up to as many rows of a prompt go to the head as those of a decode step do
 
 
@@ -296,30 +296,30 @@ class GpuStageModel:
         To be followed by `run_prepared` or `drop_prepared`, and by no `forward` of the same slots before that.
 
         Returns:
-            None where it is not done ahead: there is no room for the tokens, or the rows have several configurations.
+            None where it is not done ahead: the tokens need chunks, which are taken only by a step that runs, or the rows have
+            several configurations.
         """
         sparse_ids = {segment.sparse_id for segment in segments}
-        if len(sparse_ids) != 1:
+        if len(sparse_ids) != 1 or not all(self.cache.has_room(segment.slot, segment.end) for segment in segments):
             return None
-        try:
-            rows = self.attention.plan_decode(sparse_ids.pop(), segments, None)
-        except OutOfChunksError:
-            return None
-        return self._steps.prepare(rows)
+        return self._steps.prepare(self.attention.plan_decode(sparse_ids.pop(), segments, None))
 
     @torch.inference_mode()
-    def run_prepared(self, ready: ReadyStep, token_ids: torch.Tensor) -> torch.Tensor:
-        """What `forward` returns for the segments that were prepared; on the first stage, with all rows wanted."""
-        return self._run_ready(ready, token_ids)[0]
+    def run_prepared(self, ready: ReadyStep, given: torch.Tensor) -> torch.Tensor:
+        """What `forward` returns for the segments that were prepared, on the last stage with all rows wanted.
+
+        given: token_ids or hidden, as `forward` takes them.
+        """
+        return self._run_ready(ready, given)[0]
 
     def drop_prepared(self, ready: ReadyStep) -> None:
         """The step is not run after all."""
         self.attention.unplan_decode(ready.rows)
 
     def _decode_rows(
-        self, sparse_id: int, buffers: DecodeBuffers, scans_rare: bool
+        self, sparse_id: int, buffers: DecodeBuffers, scans_rare: bool, cut: Callable[[], None]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The launches of a decode step: hidden states or logits, and the figures of its selection."""
+        """The launches of a decode step: hidden states or logits, and the figures of its selection. `cut`: as Compute says."""
         if self._embedding is not None:
             x = self._embedding.index_select(0, buffers.token_ids)
         else:
@@ -328,6 +328,8 @@ class GpuStageModel:
         step = self.attention.begin(sparse_id, buffers, scans_rare)
         parts: torch.Tensor | None = None
         for layer in self._layers:
+            if layer.local == CUT_LAYERS:
+                cut()
             parts = layer.decode(x, parts, self.attention, step)
         assert parts is not None
         figures = self.attention.figures(step)

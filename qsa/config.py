@@ -155,7 +155,7 @@ class LimitsConfig(FrozenModel):
     busy_chunk: int | None = Field(
         None,
         gt=0,
-        description="The same while others decode, whose tokens wait for it; default: 2048 on cards, else prefill_chunk.",
+        description="The same while others decode, whose tokens wait for it; default: 1536 on cards, else prefill_chunk.",
     )
     growth_horizon: int = Field(256, gt=0, description="Tokens of growth that admission keeps room for.")
     max_body_bytes: int = Field(32 * MIB, gt=0, description="Largest HTTP request body.")

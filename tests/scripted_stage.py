@@ -105,25 +105,22 @@ class ScriptedModel:
             device=torch.device("cpu"),
         )
         self.attention = ScriptedAttention(self.cache)
-        self.prepared: list[Segment] | None = None
+        self.prepared: list[list[Segment]] = []
         self.num_prepared, self.num_dropped = 0, 0
 
     def prepare_decode(self, segments: Sequence[Segment]) -> list[Segment]:
-        assert self.prepared is None, "two steps are prepared at once"
-        for segment in segments:
-            self.cache.extend(segment.slot, segment.end)
-        self.prepared = list(segments)
+        assert not any(one.slot == other.slot for ready in self.prepared for one in ready for other in segments)
+        self.prepared.append(list(segments))
         self.num_prepared += 1
-        return self.prepared
+        return self.prepared[-1]
 
-    def run_prepared(self, ready: list[Segment], token_ids: torch.Tensor) -> torch.Tensor:
-        assert ready is self.prepared
-        self.prepared = None
-        return self.forward(ready, token_ids, None, range(len(ready)) if self.is_last else [])
+    def run_prepared(self, ready: list[Segment], given: torch.Tensor) -> torch.Tensor:
+        self.prepared.remove(ready)
+        token_ids, hidden = (given, None) if self.is_first else (None, given)
+        return self.forward(ready, token_ids, hidden, range(len(ready)) if self.is_last else [])
 
     def drop_prepared(self, ready: list[Segment]) -> None:
-        assert ready is self.prepared
-        self.prepared = None
+        self.prepared.remove(ready)
         self.num_dropped += 1
 
     def forward(
@@ -133,7 +130,7 @@ class ScriptedModel:
         hidden: torch.Tensor | None,
         sample_rows: Sequence[int],
     ) -> torch.Tensor:
-        assert self.prepared is None, "another step is prepared"
+        assert not any(one.slot == other.slot for ready in self.prepared for one in ready for other in segments)
         self.attention.extend(segments)
         if self.is_first:
             assert token_ids is not None and hidden is None

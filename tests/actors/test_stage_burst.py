@@ -116,21 +116,21 @@ def test_bursts_give_every_sequence_its_tokens(num_stages, transport):
     play(scenario, num_stages, transport)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_steps_are_prepared_while_tokens_are_awaited(num_stages):
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_steps_are_prepared_before_what_they_need_is_there(num_stages):
     """All but a lane's first one; what was prepared for a row that has ended is dropped, and nothing is left at the end."""
 
     async def scenario(s):
         for slot in range(2):
             await s.prefill(slot, [50 + slot])
-        first = s.stages[0].actor._steps.model
+        models = [stage.actor._steps.model for stage in s.stages]
         lanes = [[0], [1]] if num_stages > 1 else [[0, 1]]
         await s.run(s.plan(lanes, 10))
-        assert (first.num_prepared, first.num_dropped, first.prepared) == (9 * len(lanes), 0, None)
+        assert [(m.num_prepared, m.num_dropped, m.prepared) for m in models] == [(9 * len(lanes), 0, [])] * num_stages
         plan = s.plan(lanes, 10)
         tokens = expected_tokens(s._open[0][:1], len(s._open[0]) + 3)[-4:]
         results, _ = await s.run(replace(plan, eos_token_ids=(tokens[2],)))  # slot 0 ends with its third step of ten
-        assert first.num_dropped == 1 and first.prepared is None
+        assert [(m.num_dropped, m.prepared) for m in models] == [(1, [])] * num_stages
         assert sum(e.request_id == "r0" for result in results for e in result.results) == 3
         for slot in range(2):
             assert s._open[slot][1:] == expected_tokens([50 + slot], len(s._open[slot]) - 1)

@@ -190,15 +190,18 @@ def test_a_prepared_step_is_the_step_itself(gpu):
         stage.attention.release(slot)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_no_step_is_prepared_without_room(device, checkpoint):
-    model = Model(checkpoint, device, num_chunks=2)  # K and V of two layers, without summaries
-    stage = model.stages[0]
-    model.open(0, 0)
-    model.open(1, 0)
-    assert stage.prepare_decode([Segment(0, 0, 1, 0, False)]) is not None
-    assert stage.prepare_decode([Segment(1, 0, 1, 0, False)]) is None
-    stage.close()
+def test_a_step_that_needs_chunks_is_not_prepared(gpu):
+    """They are taken when it runs: one that is dropped leaves the pool as it was."""
+    stage = gpu.stages[0]
+    gpu.open(0, 0)
+    free = stage.cache.pool.num_free
+    assert stage.prepare_decode([Segment(0, 0, 1, 0, False)]) is None
+    gpu.prefill(0, 0, (20,))
+    used = free - stage.cache.pool.num_free
+    ready = stage.prepare_decode([Segment(0, 20, 21, 0, False)])
+    assert ready is not None and used == free - stage.cache.pool.num_free > 0
+    stage.drop_prepared(ready)
+    stage.attention.release(0)
 
 
 @pytest.mark.parametrize("device", DEVICES)
