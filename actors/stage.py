@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import gc
 import os
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from qsa.model.layer_times import LayerTimes
 
 RESULTS_S = 1.0  # longest wait for a burst's next results
-SWITCH_S = 1e-4  # that another thread keeps Python to itself at most, while a card waits for the one that launches its steps
 
 
 class StageActor:
@@ -96,8 +95,6 @@ class StageActor:
             self._spec = replace(self._spec, num_chunks=num_chunks)
         if layers is not None:
             self._spec = replace(self._spec, first_layer=layers[0], last_layer=layers[1])
-        if self._spec.device == "cuda":
-            sys.setswitchinterval(SWITCH_S)
         self._steps = StageSteps(self._spec, self._build or build_model, self._clock)
         return self._steps.capacity()
 
@@ -107,7 +104,11 @@ class StageActor:
         Raises:
             QSAError: it cannot be done, for want of memory.
         """
-        return self._loaded().warm_up(self._note_progress)
+        start = self._loaded().warm_up(self._note_progress)
+        if self._spec.device == "cuda":
+            gc.collect()
+            gc.freeze()  # what is there now stays: looking through it again and again would hold steps up
+        return start
 
     def _note_progress(self, done: int, total: int, what: str) -> None:
         self._progress = WarmUpProgress(done, total, what)

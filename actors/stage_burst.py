@@ -132,6 +132,7 @@ def drive(steps: StageSteps, burst: Burst, report: Report, working: Progress) ->
         while under_way:
             plan = under_way.popleft()
             steps.prepare(plan.lane, burst.expected_step(plan.lane))
+            steps.note_selection()
             with steps.timer.wait(plan.lane, plan.step):
                 result = StepResult.from_bytes(transport.take_answer())
             assert (result.epoch, result.step, result.lane) == (plan.epoch, plan.step, plan.lane), (
@@ -161,6 +162,7 @@ def _drive_alone(steps: StageSteps, burst: Burst, report: Report, working: Progr
                 choices = steps.begin_sample(plan, steps.compute(plan, None))
                 steps.prepare(lanes[1 % len(lanes)], burst.expected_step(lanes[1 % len(lanes)]))
                 results = choices.wait()
+            steps.note_selection()
             result = StepResult(plan.epoch, plan.step, plan.lane, results, steps.selection(plan))
         except Exception as error:
             result = failed(plan, error)
@@ -196,6 +198,7 @@ def follow(steps: StageSteps, working: Progress, count: Callable[[int], None]) -
             working(True)
         if step.frame.error is None:
             steps.prepare(step.plan.lane, step.frame.following)
+        steps.note_selection()
 
     steps.timer.begin()
     try:
@@ -223,6 +226,7 @@ def follow(steps: StageSteps, working: Progress, count: Callable[[int], None]) -
                 working(False)
                 if frame.error is None:
                     steps.prepare(plan.lane, frame.following)
+                steps.note_selection()
             steps.timer.settle()
     finally:
         steps.drop_ahead()

@@ -22,6 +22,7 @@ from qsa.model.batch import Segment
 from qsa.model.build import build_stage
 from qsa.model.checkpoint.open import dummy_calibration, open_model
 from qsa.model.sampler import Choices, SampleRow, begin_sample
+from qsa.model.selection import add_selections
 from qsa.scheduler.growth import StageCapacity
 from qsa.scheduler.plan import SelectionStats, SequenceResult, SequenceStep, StepPlan, StepResult
 from qsa.scheduler.request import SamplingParams, TokenOutput
@@ -115,6 +116,7 @@ class StageSteps:
         self.transport: Transport | None = None
         self._sent_before = 0  # bytes, of earlier transports
         self._sparse_ids: dict[int, int] = {}  # slot -> its sequence's configuration
+        self._selection: dict[int, Any] = {}  # by slot: figures that no result has told of yet
         self._ahead: dict[
             int, tuple[list[Segment], Any]
         ] = {}  # by lane: the step that is prepared, and what the model has of it
@@ -157,6 +159,7 @@ class StageSteps:
         with self.clock.span("chunk" if plan.items[0].is_prefill else "compute", plan.lane, plan.step):
             out = self.compute(plan, hidden)
             results = self.sample(plan, out) if self._spec.is_last else ()
+            self.note_selection()
             selection = (*(message.selection if message is not None else ()), *self.selection(plan))
             if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()  # a step has ended, and its time is true, when its work has
@@ -234,13 +237,24 @@ class StageSteps:
         return StepChoices(items, begin_sample(logits, [_sample_row(i, i.sampling) for i in items if i.sampling is not None]))
 
     def selection(self, plan: StepPlan) -> tuple[SelectionStats, ...]:
-        """What selection did since the last call, as far as it is known and of the plan's sequences."""
-        request_ids = {item.slot: item.request_id for item in plan.items}
+        """What selection did since the last call, as far as it is known and of the plan's sequences.
+
+        On a card that is as far as `note_selection` has been told.
+        """
+        if self._device.type != "cuda":
+            self.note_selection()
+        noted = [(item.request_id, self._selection.pop(item.slot, None)) for item in plan.items]
         return tuple(
-            SelectionStats(request_ids[s.slot], s.attended, s.context, s.num_selected, s.newly_hit, s.margin)
-            for s in self.model.attention.take_stats()
-            if s.slot in request_ids
+            SelectionStats(request_id, s.attended, s.context, s.num_selected, s.newly_hit, s.margin)
+            for request_id, s in noted
+            if s is not None
         )
+
+    def note_selection(self) -> None:
+        """Hear from the model what selection did, for `selection`: when no card waits for a launch."""
+        for found in self.model.attention.take_stats():
+            before = self._selection.get(found.slot)
+            self._selection[found.slot] = found if before is None else add_selections(before, found)
 
     def settle(self) -> None:
         """Wait for the card. One that has met a fault raises here and in all that follows, until its process ends."""
@@ -253,6 +267,7 @@ class StageSteps:
         for slot in slots:
             self.model.attention.release(slot)
             self._sparse_ids.pop(slot, None)
+            self._selection.pop(slot, None)
 
     # transport
 

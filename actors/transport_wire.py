@@ -87,6 +87,8 @@ class Groups:
         for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
             os.environ.setdefault(name, "0")
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # no diary of every transfer: it takes time
+            os.environ.setdefault(name, "0")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         options.is_high_priority_stream = True  # a transfer is short, and somebody waits for it

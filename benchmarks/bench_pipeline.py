@@ -178,7 +178,7 @@ class Bench:
             seconds, share = await self.prefill(DEFAULT_SPARSE_ID, "sparse", 2)
             self.figure("prefill_s", seconds)
             self.figure("prefill_wait_share", share)
-            dense_s, _ = await self.prefill(DENSE_ID, "dense", 2)  # libraries plan new lengths in the first one
+            dense_s, _ = await self.prefill(DENSE_ID, "dense", 1)
             self.figure("prefill_dense_ratio", dense_s / seconds)
         if "gaps" in parts:
             await self.gaps(DEFAULT_SPARSE_ID)

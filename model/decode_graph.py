@@ -1,10 +1,9 @@
-"""Decode steps at fixed addresses: a step reads static buffers, and on a card its launches are CUDA graphs.
+"""Decode steps at fixed addresses: a step reads static buffers, and on a card all its launches are one CUDA graph.
 
-A card begins with a graph when the host has handed over all of it. So a step is cut in two: a few layers, which the card
-computes while the host hands over the rest. There are graphs for
-every configuration and batch size of a few ("buckets"), and where some layers rarely scan, others for the steps in which none
-of them does; a smaller batch leaves rows of the next bucket unused. The host fills a buffer in pinned memory, of which each
-bucket has several, and one asynchronous copy takes it over: nobody waits for anybody unless the host is that many steps ahead.
+There is a graph for every configuration and batch size of a few ("buckets"), and where some layers rarely scan, one for the
+steps in which none of them does; a smaller batch leaves rows of the next bucket unused. The host fills a buffer in pinned
+memory, of which each bucket has several, and one asynchronous copy takes it over: nobody waits for anybody unless the host is
+that many steps ahead.
 """
 
 from __future__ import annotations
@@ -153,9 +152,9 @@ class _Bucket:
 
 @dataclass(frozen=True)
 class _Captured:
-    """Graphs that follow each other, and where they leave their results."""
+    """A graph, and where it leaves its results."""
 
-    graphs: Sequence[torch.cuda.CUDAGraph]
+    graph: torch.cuda.CUDAGraph
     out: torch.Tensor
     figures: torch.Tensor | None
 
@@ -170,7 +169,7 @@ class ReadyStep:
     captured: _Captured | None
 
 
-Compute = Callable[[int, DecodeBuffers, bool, Callable[[], None]], tuple[torch.Tensor, torch.Tensor | None]]
+Compute = Callable[[int, DecodeBuffers, bool], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 class DecodeSteps:
@@ -191,7 +190,7 @@ class DecodeSteps:
         Args:
             compute:     the launches of a step under a configuration, with or without scans in layers that rarely scan:
                          from buffers to hidden states or logits, a row a row of the buffers, and the figures of its
-                         selection, float32 [num_layers, batch, 5]. It calls its last argument where a step may be cut.
+                         selection, float32 [num_layers, batch, 5].
             hidden_size: of the hidden states that come in; None on the first stage, which gets tokens.
         """
         self._compute, self._device = compute, device
@@ -239,10 +238,9 @@ class DecodeSteps:
             given = given.to(self._device, non_blocking=True)
             target[:count] = given if rows.places is None else given.index_select(0, buffers.places[:count])
         if captured is None:
-            out, figures = self._compute(rows.sparse_id, buffers, rows.scans_rare, _go_on)
+            out, figures = self._compute(rows.sparse_id, buffers, rows.scans_rare)
         else:
-            for graph in captured.graphs:
-                graph.replay()
+            captured.graph.replay()
             out, figures = captured.out, captured.figures
         host = None
         if figures is not None:
@@ -259,42 +257,23 @@ class DecodeSteps:
         buffers = self._buckets[size].buffers
         buffers.ints.zero_()
         if self._side is None:
-            self._compute(sparse_id, buffers, scans_rare, _go_on)
+            self._compute(sparse_id, buffers, scans_rare)
             return
         side = self._side
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
-            self._compute(sparse_id, buffers, scans_rare, _go_on)
-        torch.cuda.synchronize(self._device)
-        graphs: list[torch.cuda.CUDAGraph] = []
-
-        def begin() -> None:
-            graphs.append(torch.cuda.CUDAGraph())
-            graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
-
-        def cut() -> None:
-            graphs[-1].capture_end()
-            begin()
-
-        with torch.cuda.stream(side):
-            begin()
-            try:
-                out, figures = self._compute(sparse_id, buffers, scans_rare, cut)
-            finally:
-                graphs[-1].capture_end()
+            self._compute(sparse_id, buffers, scans_rare)
         torch.cuda.current_stream(self._device).wait_stream(side)
-        for graph in graphs:
-            graph.replay()  # the first one takes the graph to the device
-        self._graphs[sparse_id, size, scans_rare] = _Captured(graphs, out, figures)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            out, figures = self._compute(sparse_id, buffers, scans_rare)
+        graph.replay()  # the first one takes the graph to the device
+        self._graphs[sparse_id, size, scans_rare] = _Captured(graph, out, figures)
 
     def close(self) -> None:
         """Give buffers and graphs back."""
         self._graphs.clear()
         self._buckets.clear()
-
-
-def _go_on() -> None:
-    """Nothing is cut where launches are made one by one."""
 
 
 def bucket_sizes(max_sequences: int) -> list[int]:

@@ -17,7 +17,6 @@ from qsa.model.gpu_warm_up import warm_up
 from qsa.model.spec import ModelSpec
 from qsa.model.weights import ReadWeight, Weight, WeightPolicy, make_head, make_linear, plain_weight
 
-CUT_LAYERS = 2  # of a decode step are launched first: they take longer than the host to launch the rest
 FEW_ROWS = 16  # up to as many rows of a prompt go to the head as those of a decode step do
 
 
@@ -317,9 +316,9 @@ class GpuStageModel:
         self.attention.unplan_decode(ready.rows)
 
     def _decode_rows(
-        self, sparse_id: int, buffers: DecodeBuffers, scans_rare: bool, cut: Callable[[], None]
+        self, sparse_id: int, buffers: DecodeBuffers, scans_rare: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The launches of a decode step: hidden states or logits, and the figures of its selection. `cut`: as Compute says."""
+        """The launches of a decode step: hidden states or logits, and the figures of its selection."""
         if self._embedding is not None:
             x = self._embedding.index_select(0, buffers.token_ids)
         else:
@@ -328,8 +327,6 @@ class GpuStageModel:
         step = self.attention.begin(sparse_id, buffers, scans_rare)
         parts: torch.Tensor | None = None
         for layer in self._layers:
-            if layer.local == CUT_LAYERS:
-                cut()
             parts = layer.decode(x, parts, self.attention, step)
         assert parts is not None
         figures = self.attention.figures(step)

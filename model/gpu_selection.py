@@ -92,9 +92,11 @@ class SelectionFigures:
         self._sums[figures.slot] = figures if known is None else add_selections(known, figures)
 
     def add_later(self, config: SparseConfig, rows: DecodeRows, figures: HostFigures) -> None:
-        """Count a decode step once its figures are there; their memory is used again STEPS_IN_FLIGHT steps later."""
+        """Count a decode step once its figures are there and somebody asks; their memory is used again STEPS_IN_FLIGHT steps
+        later. Others may be counted here only where that is near: whoever calls this has a card waiting."""
         self._awaited.append((config, rows, figures, set()))
-        self._collect(STEPS_IN_FLIGHT - 1)
+        while len(self._awaited) >= STEPS_IN_FLIGHT:
+            self._count_oldest()
 
     def forget(self, slot: int) -> None:
         """Drop what is known of a slot, also what is still on its way."""
@@ -104,17 +106,17 @@ class SelectionFigures:
 
     def take(self) -> list[SlotSelection]:
         """The sums since the last call, one entry a slot that was computed. A step that is not done yet counts next time."""
-        self._collect(len(self._awaited))
+        while self._awaited and self._awaited[0][2].is_ready:
+            self._count_oldest()
         sums, self._sums = list(self._sums.values()), {}
         return sums
 
-    def _collect(self, most: int) -> None:
-        """Count what has arrived; wait until no more than `most` steps are on their way."""
-        while self._awaited and (len(self._awaited) > most or self._awaited[0][2].is_ready):
-            config, rows, figures, left_out = self._awaited.pop(0)
-            for one in slot_figures(figures.wait(), config, rows):
-                if one.slot not in left_out:
-                    self.add(one)
+    def _count_oldest(self) -> None:
+        """Count the step that was added first, waiting for its figures."""
+        config, rows, figures, left_out = self._awaited.pop(0)
+        for one in slot_figures(figures.wait(), config, rows):
+            if one.slot not in left_out:
+                self.add(one)
 
 
 def slot_figures(figures: torch.Tensor, config: SparseConfig, rows: DecodeRows) -> list[SlotSelection]:

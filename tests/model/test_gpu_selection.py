@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -92,7 +90,7 @@ def test_figures_are_counted_when_they_are_there():
 def test_steps_without_figures_leave_those_of_others_alone():
     """As many steps with figures as may be awaited, each followed by one of another configuration, which has none."""
 
-    def compute(sparse_id: int, buffers: DecodeBuffers, scans_rare: bool, cut: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def compute(sparse_id: int, buffers: DecodeBuffers, scans_rare: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         figures = buffers.token_ids.float().view(1, -1, 1).expand(2, -1, NUM_FIGURES) if sparse_id else None
         return buffers.token_ids.unsqueeze(1), figures
 
