@@ -142,8 +142,10 @@ def drive(steps: StageSteps, burst: Burst, report: Report, working: Progress) ->
             launch(plan.lane, result)
             steps.timer.settle()
     finally:
-        steps.drop_ahead()
-        transport.send(0, END, None)
+        try:
+            transport.send(0, END, None)
+        finally:
+            steps.drop_ahead()
     return burst.end((time.perf_counter() - began) * 1e3)
 
 
@@ -151,27 +153,29 @@ def _drive_alone(steps: StageSteps, burst: Burst, report: Report, working: Progr
     """A burst on the only stage: a step's result is there when it has been computed."""
     lanes = deque(range(len(burst.plan.lanes)))
     steps.timer.begin()
-    while lanes:
-        plan = burst.next_step(lanes[0])
-        if plan is None:
-            lanes.popleft()
-            continue
-        working(True)
-        try:
-            with steps.timer.compute(plan.lane, plan.step):
-                choices = steps.begin_sample(plan, steps.compute(plan, None))
-                steps.prepare(lanes[1 % len(lanes)], burst.expected_step(lanes[1 % len(lanes)]))
-                results = choices.wait()
-            steps.note_selection()
-            result = StepResult(plan.epoch, plan.step, plan.lane, results, steps.selection(plan))
-        except Exception as error:
-            result = failed(plan, error)
-        burst.apply(result)
-        report(result)
-        working(False)
-        steps.timer.settle()
-        lanes.rotate(-1)
-    steps.drop_ahead()
+    try:
+        while lanes:
+            plan = burst.next_step(lanes[0])
+            if plan is None:
+                lanes.popleft()
+                continue
+            working(True)
+            try:
+                with steps.timer.compute(plan.lane, plan.step):
+                    choices = steps.begin_sample(plan, steps.compute(plan, None))
+                    steps.prepare(lanes[1 % len(lanes)], burst.expected_step(lanes[1 % len(lanes)]))
+                    results = choices.wait()
+                steps.note_selection()
+                result = StepResult(plan.epoch, plan.step, plan.lane, results, steps.selection(plan))
+            except Exception as error:
+                result = failed(plan, error)
+            burst.apply(result)
+            report(result)
+            working(False)
+            steps.timer.settle()
+            lanes.rotate(-1)
+    finally:
+        steps.drop_ahead()
 
 
 def follow(steps: StageSteps, working: Progress, count: Callable[[int], None]) -> None:
@@ -222,7 +226,7 @@ def follow(steps: StageSteps, working: Progress, count: Callable[[int], None]) -
             if steps.is_last:
                 launched.append(_launch_last(steps, plan, frame, hidden))
             else:
-                _pass_on(steps, transport, plan, frame, hidden)
+                frame = _pass_on(steps, transport, plan, frame, hidden)
                 working(False)
                 if frame.error is None:
                     steps.prepare(plan.lane, frame.following)
@@ -232,8 +236,8 @@ def follow(steps: StageSteps, working: Progress, count: Callable[[int], None]) -
         steps.drop_ahead()
 
 
-def _pass_on(steps: StageSteps, transport: Transport, plan: StepPlan, frame: Frame, hidden: torch.Tensor | None) -> None:
-    """Compute a frame's step and hand it to the next stage."""
+def _pass_on(steps: StageSteps, transport: Transport, plan: StepPlan, frame: Frame, hidden: torch.Tensor | None) -> Frame:
+    """Compute a frame's step and hand it to the next stage. Returns the frame that is sent on."""
     out: torch.Tensor | None = None
     if frame.error is None:
         try:
@@ -244,6 +248,7 @@ def _pass_on(steps: StageSteps, transport: Transport, plan: StepPlan, frame: Fra
             out, frame = None, replace(frame, error=failed(plan, error).error)
     with steps.clock.span("send", plan.lane, plan.step):
         transport.send(plan.lane, frame.to_bytes(), out)
+    return frame
 
 
 @dataclass

@@ -183,6 +183,7 @@ class StageSteps:
         for slot, sparse_id in plan.open_slots:
             self.model.attention.open(slot, sparse_id)
             self._sparse_ids[slot] = sparse_id
+            self._selection.pop(slot, None)  # of another sequence, whose last figures came late
         segments = [Segment(i.slot, i.start, i.end, self._sparse_ids[i.slot], i.is_prefill) for i in plan.items]
         rows: list[int] = []
         if self._spec.is_last:
@@ -211,10 +212,10 @@ class StageSteps:
         Args:
             places: slot and position of each row that the lane's next step is expected to have.
         """
-        prepare = getattr(self.model, "prepare_decode", None)
-        if prepare is None or not places:
-            return
         self.drop_ahead(lane)
+        prepare = getattr(self.model, "prepare_decode", None)
+        if prepare is None or not places or any(slot not in self._sparse_ids for slot, _ in places):
+            return  # a slot that is not open fails the step itself, which says so
         segments = [Segment(slot, at, at + 1, self._sparse_ids[slot], False) for slot, at in places]
         ready = prepare(segments)
         if ready is not None:

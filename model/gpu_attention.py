@@ -187,8 +187,9 @@ class GpuAttention:
             method.state.reset(slot)
 
     def release(self, slot: int) -> None:
-        """Give the slot's memory back. Releasing a free slot does nothing."""
+        """Give the slot's memory back, and forget its figures. Releasing a free slot does nothing."""
         self.cache.release(slot)
+        self._figures.forget(slot)
 
     def take_stats(self) -> list[SlotSelection]:
         """What selection did since the last call, one entry a slot; a step the device has not finished counts next time."""

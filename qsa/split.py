@@ -173,8 +173,8 @@ def stage_times(counts: Sequence[int], layer_ms: Sequence[float] | float, first_
 
 
 def even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as many on each as can be."""
-    ends = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
+    """Layers of each stage, as many on each as can be; odd ones on the first stages, since the last one has the head."""
+    ends = [-(-num_layers * stage // num_stages) for stage in range(num_stages + 1)]
     return tuple(end - begin for begin, end in pairwise(ends))
 
 

@@ -191,7 +191,8 @@ class Scheduler:
         burst, places = self._flights.burst, self._places
         if burst is None:
             return False
-        if burst.was_aborted or any(s.is_leaving or (s.is_ended and places.waiting) for s in burst.sequences):
+        wants_room = bool(places.waiting) or any(s.is_stalled for s in places.running.values())
+        if burst.was_aborted or any(s.is_leaving or (s.is_ended and wants_room) for s in burst.sequences):
             return True
         if burst.plan.max_steps <= self._short_burst():
             return False

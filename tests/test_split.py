@@ -192,6 +192,6 @@ def test_on_cards_the_most_even_split_that_costs_decodes_nothing_is_taken(spec):
     assert plan_split(spec, cards, LayerTimes((1.0,) * 30, 17.0, **on_card)).remark
 
 
-@pytest.mark.parametrize(("num_stages", "counts"), [(1, (30,)), (2, (15, 15)), (4, (7, 8, 7, 8)), (7, (4, 4, 4, 5, 4, 4, 5))])
+@pytest.mark.parametrize(("num_stages", "counts"), [(1, (30,)), (2, (15, 15)), (4, (8, 7, 8, 7)), (7, (5, 4, 4, 5, 4, 4, 4))])
 def test_even_splits(num_stages, counts):
     assert even_split(30, num_stages) == counts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -198,3 +199,22 @@ def test_the_scheduler_process_needs_no_torch():
     """It imports the scheduler actor, and through the handles it is given, the stage actor."""
     code = "import sys, qsa.actors.scheduler_actor, qsa.actors.stage; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_late_figures_of_a_slots_last_sequence_are_not_the_next_ones():
+    """On a card the figures of a sequence's last step may come when its slot has been released, and another's steps run."""
+    stage = StageActor(make_spec(0, num_stages=1), build_scripted)
+    stage.load()
+    steps = stage._steps
+    run([stage], StepPlan(0, 0, 0, (prefill("old", 0, [5] * 900),), ((0, 1),)))
+    stage.release(0, (0,))
+    steps._device = SimpleNamespace(type="cuda")  # `selection` knows what `note_selection` was told, as on a card
+    late = SimpleNamespace(slot=0, attended=450.0, context=900.0, num_selected=4, newly_hit=1, margin=0.5)
+    steps.model.attention.take_stats = lambda: [late]
+    steps.note_selection()
+    del steps.model.attention.take_stats
+    opened = StepPlan(0, 1, 0, (prefill("new", 0, [5] * 7),), ((0, 1),))
+    steps.compute(opened, None)
+    steps.note_selection()
+    assert [s.context for s in steps.selection(opened)] == [7.0]
+    stage.close()

@@ -138,6 +138,21 @@ def test_steps_are_prepared_before_what_they_need_is_there(num_stages):
     play(scenario, num_stages, "p2p")
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_stage_that_has_lost_a_slot_fails_that_lane_alone(stage):
+    """Wherever it is, and although the next step would have been prepared."""
+
+    async def scenario(s):
+        for slot in range(2):
+            await s.prefill(slot, [50 + slot])
+        await s.stages[stage].release.remote(0, (0,))
+        results, _ = await s.run(s.plan([[0], [1]], 5))
+        assert [result.lane for result in results if result.error is not None] == [0] and len(results) == 6
+        assert all(one.actor._steps.model.prepared == [] for one in s.stages)
+
+    play(scenario, 3, "p2p")
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_cut_ends_a_burst_after_the_steps_under_way(transport):
     async def scenario(s):

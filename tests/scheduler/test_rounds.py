@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from scheduler_driver import Driver, items_of, start_decoding
 from scheduler_loads import make_request, solo_tokens
@@ -370,3 +372,26 @@ def test_a_restart_between_plans_blames_nobody():
         driver.chunk()
     driver.drain()
     assert driver.tokens("r") == solo_tokens(make_request("r", 10, 50))
+
+
+def test_a_stalled_sequence_does_not_wait_for_a_long_bursts_end():
+    """A sequence that has ended holds what another one lacks: its burst is cut, however many steps are left."""
+    rng = random.Random(24)
+    driver = Driver(7, 7, max_sequences=4, growth_horizon=1, burst_steps=256)
+    for number in range(4):
+        driver.add(make_request(f"r{number}", rng.randint(20, 250), rng.choice([30, 60, 300, 400])))
+    cuts = []
+    while True:
+        while driver.chunk() is not None:
+            pass
+        plan = driver.start_burst()
+        if plan is None:
+            break
+        while any([driver.burst_step(lane) for lane in range(len(plan.lanes))]):
+            stalled = any(s.is_stalled for s in driver.scheduler._places.running.values())
+            if stalled and any(s.is_ended for s in driver.scheduler._flights.burst.sequences):
+                cuts.append(driver.scheduler.should_cut())
+                break
+        driver.end_burst()
+    assert cuts and all(cuts)
+    assert not any(driver.errors().values())
