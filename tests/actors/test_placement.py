@@ -46,24 +46,25 @@ def test_memory_on_cards_is_planned_when_they_are_known(checkpoint):
     config = make_config({"pipeline": {"device": "cuda"}})
     outline = plan_engine(config, checkpoint)
     assert outline.memory is None and {stage.num_chunks for stage in outline.stages} == {0}
-    assert outline.summary == "2 stages on cuda: layers 0-16, layers 17-29"
+    assert outline.summary == "2 stages on cuda: layers 0-15, layers 16-29"
     plan = plan_engine(config, checkpoint, cards(20 * GIB, 20 * GIB))
     assert plan.memory is not None and plan.memory.full_sequences == 8
     assert [stage.num_chunks for stage in plan.stages] == [part.num_chunks for part in plan.memory.stages]
     assert {stage.prefill_chunk for stage in plan.stages} == {8192} == {plan.scheduler.prefill_chunk}
+    assert (plan.scheduler.busy_chunk, plan.scheduler.burst_steps) == (1536, 256)
     assert "20.0 GiB of 139.0 GiB free on H200" in plan.memory.table()
     with pytest.raises(BudgetError, match=r"stage 0 needs .* but H200 has 1\.0 GiB of 139\.0 GiB free"):
         plan_engine(config, checkpoint, cards(GIB, GIB))
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_measured_times_decide_on_the_layers(checkpoint, device):
+@pytest.mark.parametrize(("device", "counts"), [("cpu", (19, 11)), ("cuda", (18, 12))])
+def test_measured_times_decide_on_the_layers(checkpoint, device, counts):
     config = make_config({"pipeline": {"device": device}})
     times = LayerTimes((1.0,) * 30, head_ms=8.0, first_ms=0.0, batch=4, context=4096, device=device)
     where = dict(cards=cards(20 * GIB, 20 * GIB)) if device == "cuda" else dict(available=[16 * GIB])
     plan = plan_engine(config, checkpoint, times=times, **where)
-    assert [(stage.first_layer, stage.last_layer) for stage in plan.stages] == [(0, 19), (19, 30)]
-    assert plan.memory is not None and "19 + 11, by measured times" in plan.memory.table()
+    assert [(stage.first_layer, stage.last_layer) for stage in plan.stages] == [(0, counts[0]), (counts[0], 30)]
+    assert plan.memory is not None and f"{counts[0]} + {counts[1]}, by measured times" in plan.memory.table()
     assert [stage.num_chunks for stage in plan.stages] == [part.num_chunks for part in plan.memory.stages]
 
 
