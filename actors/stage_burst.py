@@ -215,10 +215,8 @@ def follow(steps: StageSteps, working: Progress, count: Callable[[int], None]) -
                 if not steps.is_last:
                     transport.send(0, END, None)
                 return
-            if (
-                launched and launched[0].is_done
-            ):  # a frame comes long before its hidden states, and stage 0 waits for the answer
-                answer()
+            if launched and launched[0].is_done:
+                answer()  # first: a frame comes long before its hidden states, but stage 0 has nothing to do without tokens
             working(True)
             frame = Frame.from_bytes(header)
             plan = StepPlan.from_bytes(frame.plan)

@@ -117,9 +117,7 @@ class StageSteps:
         self._sent_before = 0  # bytes, of earlier transports
         self._sparse_ids: dict[int, int] = {}  # slot -> its sequence's configuration
         self._selection: dict[int, Any] = {}  # by slot: figures that no result has told of yet
-        self._ahead: dict[
-            int, tuple[list[Segment], Any]
-        ] = {}  # by lane: the step that is prepared, and what the model has of it
+        self._ahead: dict[int, tuple[list[Segment], Any]] = {}  # by lane: a prepared step, and what the model has of it
 
     def capacity(self) -> StageCapacity:
         """What the scheduler must know about this stage."""

@@ -347,17 +347,8 @@ class GpuAttention:
         if num_dense:
             # libraries plan every length anew, which for little work takes longer than the work
             way = "triton" if q.is_cuda and num_dense * step.dense_end <= SMALL_CHUNK else None
-            parts.append(
-                dense_prefill(
-                    q[:num_dense],
-                    pages,
-                    start=segment.start,
-                    end=step.dense_end,
-                    pool=self.cache.pool.buffer,
-                    way=way,
-                    **heads,
-                )
-            )
+            span: dict[str, Any] = dict(start=segment.start, end=step.dense_end, pool=self.cache.pool.buffer)
+            parts.append(dense_prefill(q[:num_dense], pages, way=way, **span, **heads))
         if tiles is not None:
             method = self._methods[segment.sparse_id]
             lists = self._tile_lists(local, q[num_dense:], step, method)
