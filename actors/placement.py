@@ -295,6 +295,9 @@ def start_local_ray(
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # A cluster of one machine whose head is gone is gone; 60 s is what several machines may need to find it again. So a signal
+    # to a whole process group, which ends Ray's daemons too, does not leave this process waiting for them.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
     token = Path.home() / ".ray" / "auth_token"
     is_new = not token.exists()
     context: Any = ray.init(

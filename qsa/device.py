@@ -34,7 +34,7 @@ _QUERY = "index,uuid,name,memory.free,memory.total"
 def missing_for_cards() -> str | None:
     """What this installation lacks for computing on cards, whether or not there are any; None when nothing."""
     if torch.version.cuda is None:
-        return "this PyTorch is built without CUDA"
+        return "this PyTorch is built without CUDA (`make install TORCH=cuda` installs one that is not)"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     return None
@@ -73,6 +73,9 @@ def settle(config: EngineConfig, num_cards: int | None = None) -> EngineConfig:
     """The same configuration with everything said that depends on where it runs: device, cards a stage, chunks, lanes, bursts.
 
     num_cards: of the cluster; None: this machine's. Settling twice changes nothing.
+
+    Raises:
+        ConfigError: a setting does not go with another one's default.
     """
     pipeline, limits = config.pipeline, config.limits
     device = planned_device(config, num_cards)
@@ -84,6 +87,11 @@ def settle(config: EngineConfig, num_cards: int | None = None) -> EngineConfig:
         share = int(share * 1e4 + 1e-6) / 1e4  # Ray counts in ten-thousandths
         pipeline = pipeline.model_copy(update={"gpus_per_stage": share})
     chunk = limits.prefill_chunk or (CARD_PREFILL_CHUNK if device == "cuda" else CPU_PREFILL_CHUNK)
+    if limits.busy_chunk is not None and limits.busy_chunk > chunk:
+        raise ConfigError(
+            f"limits.busy_chunk is {limits.busy_chunk}, but limits.prefill_chunk is {chunk}, its default on {device}; lower the"
+            " one or raise the other"
+        )
     busy_chunk = limits.busy_chunk or (CARD_BUSY_CHUNK if device == "cuda" else chunk)
     limits = limits.model_copy(update={"prefill_chunk": chunk, "busy_chunk": min(chunk, busy_chunk)})
     lanes = pipeline.lanes or min(MAX_LANES, pipeline.num_stages)

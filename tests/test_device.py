@@ -74,7 +74,9 @@ def test_what_is_missing_is_named(cards, monkeypatch, tmp_path):
     assert "triton" in why_not_cards() and settle(EngineConfig()).pipeline.device == "cpu"
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "without CUDA" in why_not_cards()
-    with pytest.raises(ConfigError, match=r"pipeline\.device is cuda, but this PyTorch is built without CUDA; set pipeline\.d"):
+    with pytest.raises(
+        ConfigError, match=r"pipeline\.device is cuda, but this PyTorch is built without CUDA .*; set pipeline\.d"
+    ):
         local_cards()
 
 
@@ -139,3 +141,10 @@ def test_the_doctor_looks_at_the_cards(cards, count, settings, found):
     said = list(doctor.check_gpu(make_config({"pipeline": settings})))
     assert [(one.subject, one.state) for one in said] == [(subject, state) for subject, state, _ in found]
     assert all(words in one.text for one, (_, _, words) in zip(said, found, strict=True)), said
+
+
+def test_a_busy_chunk_above_the_default_chunk_is_refused():
+    config = make_config({"limits": {"busy_chunk": 4096}, "pipeline": {"device": "cpu"}})
+    with pytest.raises(ConfigError, match=r"limits\.busy_chunk is 4096, but limits\.prefill_chunk is 512, its default on cpu"):
+        settle(config)
+    assert settle(make_config({"limits": {"busy_chunk": 256}, "pipeline": {"device": "cpu"}})).limits.busy_chunk == 256
