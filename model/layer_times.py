@@ -282,7 +282,7 @@ class _CardClock:
     def __init__(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)
         self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(AHEAD_CYCLES)
+        torch.cuda._sleep(AHEAD_CYCLES)  # private, and the only work whose length does not depend on the card's memory
         self._begin.record()
 
     def stop_ms(self) -> float:

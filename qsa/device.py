@@ -22,10 +22,8 @@ from qsa.memory.budget import CardMemory
 CPU_PREFILL_CHUNK = 512
 CARD_PREFILL_CHUNK = 8192
 CARD_BUSY_CHUNK = 1536
-CPU_BURST_STEPS, CARD_BURST_STEPS = (
-    32,
-    256,
-)  # planning a burst costs some milliseconds: a step's time on the CPU, several on cards
+CPU_BURST_STEPS = 32
+CARD_BURST_STEPS = 256  # a burst's end costs some milliseconds: less than a step on the CPU, more than one on a card
 MAX_LANES = 2
 OLDEST_CAPABILITY = (8, 0)  # Ampere
 _QUERY = "index,uuid,name,memory.free,memory.total"

@@ -19,7 +19,7 @@ from qsa.model.spec import ModelSpec
 
 HEAD_SHARE = 0.5  # the head counts like this share of its weights in layers: it runs for sampled rows only
 SLACK = 0.03  # a split stays as estimated while the best one's slowest stage is no more than this faster
-CARD_SLACK = 0.1  # on cards: a round is a step's way through all stages and back, longer than two steps of the slowest one
+CARD_SLACK = 0.1  # on cards, where layers are divided for prompts too
 MAX_HEAD = 2.1  # times what its size says; a sampler and attention can explain less, a busy machine measures anything
 CARD_MAX_HEAD = 4.0  # on cards: the sampler is many small launches
 MAX_SPREAD = 0.25  # times whose two halves differ by more are not believed
@@ -91,8 +91,8 @@ def plan_split(spec: ModelSpec, config: EngineConfig, times: LayerTimes | None =
 
     Measured times change the estimated split only where that makes the slowest stage more than `SLACK` faster, and then to
     the nearest split that is within `SLACK` of the best: so noise does not move layers from one start to the next. On cards
-    it is the most even split within `CARD_SLACK` of the best, in either case: more than that decodes lose anyway between two
-    steps, and prompts, where the head counts nothing, want as many layers on each stage.
+    it is the most even split within `CARD_SLACK` of the best, in either case: prompts, where the head counts nothing, want as
+    many layers on each stage, and a part of what decodes lose by it they lose anyway, waiting for tokens between two steps.
 
     Raises:
         ConfigError: the layers do not go into so many stages.

@@ -253,6 +253,34 @@ def test_the_last_stage_launches_the_next_step_while_the_card_chooses_tokens(tra
     play(scenario, transport=transport)
 
 
+def test_tokens_that_are_there_when_a_frame_has_come_are_answered_before_its_step_is_launched():
+    async def scenario(s):
+        await s.prefill(0, [61])
+        await s.prefill(1, [62])
+        steps = s.stages[-1].actor._steps
+        transport, compute, begin, log = steps.linked, steps.compute, steps.begin_sample, []
+        receive, answer = transport.receive, transport.answer
+
+        class Choices:  # made while the next frame is being received
+            def __init__(self, choices):
+                self.num_before, self.wait = log.count("frame"), choices.wait
+                self.give_up_at = time.monotonic() + 0.5
+
+            @property
+            def are_made(self):
+                return log.count("frame") > self.num_before or time.monotonic() > self.give_up_at
+
+        transport.receive = lambda: (receive(), log.append("frame"))[0]
+        transport.answer = lambda data: (log.append("answer"), answer(data))[1]
+        steps.compute = lambda plan, hidden: (log.append("launch"), compute(plan, hidden))[1]
+        steps.begin_sample = lambda plan, logits: Choices(begin(plan, logits))
+        await s.run(s.plan([[0], [1]], 1))
+        assert log[:5] == ["frame", "launch", "frame", "answer", "launch"]
+        assert s._open[0][1:] == expected_tokens([61], 2) and s._open[1][1:] == expected_tokens([62], 2)
+
+    play(scenario, transport="p2p")
+
+
 def test_a_step_that_raises_behind_one_that_is_not_done_is_answered_in_its_turn():
     async def scenario(s):
         await s.prefill(0, [61])

@@ -145,3 +145,21 @@ def test_a_listener_outlives_a_moment_without_file_descriptors(listener):
         link = dial(listener)
         assert list(listener.links(time.monotonic() + 2)) == [FRAMES]
         link.close()
+
+
+def test_whoever_looks_out_sees_what_comes_and_the_end_and_gives_up_in_time(ends):
+    near, far = ends
+    began = time.monotonic()
+    near.look_out(0.05)
+    assert 0.05 <= time.monotonic() - began < 2 and not near.has_something
+    for action in (lambda: far.send(1, header=b"x"), far.close):
+        timer = threading.Timer(0.05, action)
+        timer.start()
+        began = time.monotonic()
+        near.look_out(10)
+        assert near.has_something and time.monotonic() - began < 5
+        timer.join()
+        if action != far.close:
+            assert near.read().header == b"x"
+    with pytest.raises(TransportClosed):
+        near.read()
