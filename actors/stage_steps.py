@@ -212,8 +212,8 @@ class StageSteps:
         """
         self.drop_ahead(lane)
         prepare = getattr(self.model, "prepare_decode", None)
-        if prepare is None or not places or any(slot not in self._sparse_ids for slot, _ in places):
-            return  # a slot that is not open fails the step itself, which says so
+        if prepare is None or not places:
+            return
         segments = [Segment(slot, at, at + 1, self._sparse_ids[slot], False) for slot, at in places]
         ready = prepare(segments)
         if ready is not None:
